@@ -1,0 +1,156 @@
+"""The contract of a transport backend: how tensors cross the process boundary.
+
+One instance of a backend stands for one state on one side: the daemon's made by
+`prepare_export` or `begin_export`, the client's by `recv_fetch_state_response`.
+
+========================== ======== ===========================================================
+verb                       side     what
+========================== ======== ===========================================================
+prepare_export             daemon   tensors that already exist become arenas and a manifest
+begin_export               daemon   arenas for tensors still to be read; filled through a writer
+send_fetch_state_response  daemon   one response, with the fds the client needs
+recv_fetch_state_response  client   takes those fds and opens the arenas
+import_tensor(s)           client   tensors on the arenas
+========================== ======== ===========================================================
+
+`prepare_export`, `begin_export`, the writer, `import_tensor` and `close` block, and run in an
+executor.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from wcache_async.manifest import StateManifest, StateSpec, TensorEntry
+from wcache_async.protocol.messages import FetchStateResponse
+from wcache_async.sockets.fds import OwnedFd
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "SHM_FD_BACKEND",
+    "TORCH_IPC_BACKEND",
+    "VMM_FD_BACKEND",
+    "Capabilities",
+    "ResponseReceiver",
+    "ResponseSender",
+    "StateTensors",
+    "StateWriter",
+    "WeightCacheTransportBackend",
+]
+
+TORCH_IPC_BACKEND = "torch_ipc"
+VMM_FD_BACKEND = "vmm_fd"
+SHM_FD_BACKEND = "shm_fd"
+
+StateTensors = Mapping[str, "tuple[torch.Tensor, bool]"]
+"""Name to ``(tensor, is_param)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What differs between backends, for choosing and for telling users."""
+
+    survives_daemon_exit: bool
+    """Imported tensors stay valid when the daemon dies."""
+    read_only: bool
+    """A client's write can never reach another process."""
+    needs_shared_pid_namespace: bool
+    devices: frozenset[str]
+    """torch device types it carries, e.g. ``cpu``, ``cuda``."""
+
+
+class ResponseSender(Protocol):
+    """The daemon's end of one request: sends its one response.  Takes over the fds."""
+
+    async def send(self, response: FetchStateResponse, fds: Sequence[OwnedFd]) -> None: ...
+
+
+class ResponseReceiver(Protocol):
+    """The client's end of one request: gives the fds that came with its response, in order."""
+
+    def take_fds(self, count: int) -> list[OwnedFd]:
+        """The next `count` fds, now the caller's.  Raises FdsTruncated."""
+
+
+class StateWriter(ABC):
+    """Fills the arenas of a state being loaded."""
+
+    @abstractmethod
+    def storage(self, number: int) -> AbstractContextManager[memoryview]:
+        """Writable bytes of one storage; written through when the context is left.  Blocks.
+
+        Storages are filled one at a time by a writer's thread; different threads may fill
+        different storages.
+        """
+
+    @abstractmethod
+    def finish(self) -> StateManifest:
+        """Make the arenas final and unwritable, and tell what lies where.  Blocks."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give everything back.  Does nothing after `finish`."""
+
+
+class WeightCacheTransportBackend(ABC):
+    """Base of every transport backend; registered by `name`."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    # ------------------------------------------------------------------------- both sides
+    @classmethod
+    @abstractmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why the backend cannot work in this process, or None if it can."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up arenas and fds; tensors already imported stay valid.  Idempotent."""
+
+    # ----------------------------------------------------------------------------- daemon
+    @classmethod
+    @abstractmethod
+    def can_export_state(cls, state_tensors: "StateTensors") -> bool:
+        """Whether the backend can carry every one of these tensors."""
+
+    @abstractmethod
+    def prepare_export(self, state_tensors: "StateTensors") -> StateManifest:
+        """Copy the tensors into arenas, storage by storage; shared storages stay shared."""
+
+    @abstractmethod
+    def begin_export(self, spec: StateSpec) -> StateWriter:
+        """Arenas for `spec`, to be filled.  Raises InsufficientMemory before taking any."""
+
+    @abstractmethod
+    async def send_fetch_state_response(
+        self, stream: ResponseSender, response: FetchStateResponse, fds: Sequence[OwnedFd]
+    ) -> None:
+        """Send `response`, completed with what this backend's other half needs.
+
+        `fds` (the manifest's) go first and are taken over; the backend adds its own.
+        """
+
+    @property
+    @abstractmethod
+    def resident_bytes(self) -> int:
+        """Bytes the state keeps resident, for both halves."""
+
+    # ----------------------------------------------------------------------------- client
+    @abstractmethod
+    async def recv_fetch_state_response(
+        self, stream: ResponseReceiver, response: FetchStateResponse, manifest: StateManifest
+    ) -> None:
+        """Take the fds the response announced and open the arenas.  All or nothing."""
+
+    @abstractmethod
+    def import_tensor(self, entry: TensorEntry) -> "torch.Tensor":
+        """One tensor; cheap once the arenas are open."""
+
+    def import_tensors(self) -> "dict[str, torch.Tensor]":
+        """Every tensor by name, aliases included, in the manifest's order."""
+        raise NotImplementedError

@@ -1,0 +1,319 @@
+"""What a state is: its tensors, where they lie in its arenas, and the configuration it was built with.
+
+Pure: no torch, no asyncio, no socket.  A state's tensors are views of *storages*; a storage is
+shared by every tensor that points into it, and is laid into an *arena*, one contiguous
+shareable allocation.  `TensorSpec` and `StateSpec` say what is to be laid out, `plan_layout`
+decides where, and `StateManifest` records the result: what a client needs to build every
+tensor from its arenas.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wcache_async.errors import InvalidManifest, Scalar
+
+__all__ = [
+    "ALIGNMENT",
+    "DTYPE_ITEMSIZE",
+    "Arena",
+    "Config",
+    "Kind",
+    "Layout",
+    "StateManifest",
+    "StateSpec",
+    "TensorEntry",
+    "TensorSpec",
+    "build_manifest",
+    "compare_config",
+    "contiguous_stride",
+    "decode_manifest",
+    "encode_manifest",
+    "plan_layout",
+    "validate_manifest",
+]
+
+Config = dict[str, Scalar]
+
+ALIGNMENT = 64
+"""Bytes every storage is aligned to in an arena: a cache line, and more than any dtype needs."""
+
+MAX_INT = 2**63 - 1
+NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT)]
+
+DTYPE_ITEMSIZE: dict[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of one element, by torch's dtype name: every dtype torch can view from bytes.
+
+Sub-byte dtypes are packed, and count in elements of one byte, as in torch.  torch's quantized
+dtypes (qint8, …) are left out: their tensors carry a quantizer beside their bytes.
+"""
+
+
+class Kind(IntEnum):
+    """What a tensor is to its module."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    """A persistent buffer: part of the state dict."""
+    NON_PERSISTENT_BUFFER = 2
+    """A buffer left out of the state dict."""
+
+
+class TensorSpec(Struct, frozen=True, gc=False, kw_only=True):
+    """One tensor of a state before it is laid out.
+
+    `shape` and `stride` count elements; an empty `stride` means contiguous.  `offset` is where
+    the first element stands in `storage`, in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    storage: int
+    offset: int = 0
+    stride: tuple[int, ...] = ()
+    kind: Kind = Kind.PARAMETER
+    requires_grad: bool = False
+
+
+class StateSpec(Struct, frozen=True, kw_only=True):
+    """A whole state before it is laid out: bytes of each storage, and the tensors on them.
+
+    `aliases` maps a further name to the name of the tensor it is another name of (the same
+    object: a tied weight).  Two tensors with different views of one storage are two
+    `TensorSpec`s on it, and no aliases.
+    """
+
+    storages: tuple[int, ...]
+    tensors: tuple[TensorSpec, ...]
+    aliases: dict[str, str] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages together."""
+        return sum(self.storages)
+
+
+class TensorEntry(Struct, array_like=True, frozen=True, gc=False):
+    """One tensor of a state as the manifest carries it.
+
+    Field order is the wire's: append only.  `dtype` is an index into `StateManifest.dtypes`;
+    `offset` is the first element's byte offset in arena number `arena`; an empty `stride`
+    means contiguous; `storage` numbers the storage, so that tensors sharing one can be told.
+    """
+
+    name: str
+    dtype: NonNegative
+    shape: tuple[NonNegative, ...]
+    offset: NonNegative
+    storage: NonNegative
+    arena: NonNegative = 0
+    stride: tuple[NonNegative, ...] = ()
+    kind: Kind = Kind.PARAMETER
+    requires_grad: bool = False
+
+
+class Arena(Struct, array_like=True, frozen=True, gc=False):
+    """One shareable allocation of `nbytes` bytes on `device` (``cpu``, or a GPU's UUID)."""
+
+    nbytes: NonNegative
+    device: str = "cpu"
+
+
+class StateManifest(Struct, array_like=True, frozen=True):
+    """What a state is: an entry per tensor, further names, arenas, and the dtypes in use."""
+
+    dtypes: tuple[str, ...]
+    arenas: tuple[Arena, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str] = {}
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all arenas together, padding included."""
+        return sum(arena.nbytes for arena in self.arenas)
+
+    def dtype_of(self, entry: TensorEntry) -> str:
+        """torch's name of the entry's dtype."""
+        return self.dtypes[entry.dtype]
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """Where each storage goes: ``(arena number, byte offset)`` by storage, and each arena's bytes."""
+
+    places: tuple[tuple[int, int], ...]
+    arena_nbytes: tuple[int, ...]
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride, in elements, of a C-contiguous tensor of that shape, as torch gives it."""
+    stride = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        stride[i] = stride[i + 1] * max(shape[i + 1], 1)
+    return tuple(stride)
+
+
+def plan_layout(
+    storages: Sequence[int], *, alignment: int = ALIGNMENT, granularity: int = ALIGNMENT, max_arena: int = 0
+) -> Layout:
+    """Lay storages of the given byte counts into arenas, in order.
+
+    Each storage starts at a multiple of `alignment`, each arena's size is a multiple of
+    `granularity`.  With `max_arena` an arena is closed before it exceeds that many bytes (a
+    larger storage gets an arena alone), and a storage goes into the first arena with room;
+    without it there is one arena.  No storages, or only empty ones, need no arena's bytes but
+    still get a place in one of `granularity` bytes, so that there is always an fd to map.
+    """
+    places: list[tuple[int, int]] = []
+    fill: list[int] = []
+    open_from = 0  # Arenas before this one have no room for anything.
+    for nbytes in storages:
+        target = -1
+        for number in range(open_from, len(fill)):
+            if not max_arena or _round_up(fill[number], alignment) + nbytes <= max_arena:
+                target = number
+                break
+        if target < 0:
+            target = len(fill)
+            fill.append(0)
+        offset = _round_up(fill[target], alignment)
+        places.append((target, offset))
+        fill[target] = offset + nbytes
+        while max_arena and open_from < len(fill) and fill[open_from] + alignment > max_arena:
+            open_from += 1
+    sizes = tuple(max(_round_up(n, granularity), granularity) for n in fill or [0])
+    return Layout(places=tuple(places), arena_nbytes=sizes)
+
+
+def build_manifest(spec: StateSpec, layout: Layout, devices: Sequence[str] = ()) -> StateManifest:
+    """The manifest of `spec` laid out as `layout`; `devices` names each arena's (default ``cpu``)."""
+    dtypes = tuple(dict.fromkeys(t.dtype for t in spec.tensors))
+    number = {name: i for i, name in enumerate(dtypes)}
+    entries = []
+    for t in spec.tensors:
+        arena, start = layout.places[t.storage]
+        stride = () if t.stride == contiguous_stride(t.shape) else t.stride
+        entries.append(
+            TensorEntry(
+                t.name, number[t.dtype], t.shape, start + t.offset, t.storage, arena, stride, t.kind, t.requires_grad
+            )
+        )
+    arenas = tuple(Arena(nbytes, devices[i] if devices else "cpu") for i, nbytes in enumerate(layout.arena_nbytes))
+    return StateManifest(dtypes, arenas, tuple(entries), dict(spec.aliases))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StateManifest)
+
+
+def encode_manifest(manifest: StateManifest) -> bytes:
+    """The manifest as msgpack."""
+    return _encoder.encode(manifest)
+
+
+def decode_manifest(body: bytes) -> StateManifest:
+    """The manifest in `body`, validated.  Raises InvalidManifest."""
+    try:
+        manifest = _decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidManifest(tensor="", reason=f"it does not decode: {error}") from error
+    validate_manifest(manifest)
+    return manifest
+
+
+def validate_manifest(manifest: StateManifest) -> None:
+    """Check that every tensor lies inside its arena and every alias names a tensor.
+
+    Decoding has already refused negative numbers and those beyond 63 bits.  Raises
+    InvalidManifest naming the tensor.
+    """
+    itemsizes = []
+    for dtype in manifest.dtypes:
+        if dtype not in DTYPE_ITEMSIZE:
+            raise InvalidManifest(tensor="", reason=f"dtype {dtype!r} is unknown")
+        itemsizes.append(DTYPE_ITEMSIZE[dtype])
+    arena_nbytes = [arena.nbytes for arena in manifest.arenas]
+    # Models repeat few shapes: each one's extent is computed once.
+    extents: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    names: set[str] = set()
+    for entry in manifest.tensors:
+        key = (entry.shape, entry.stride)
+        extent = extents.get(key)
+        if extent is None:
+            extent = extents[key] = _extent(entry)
+        try:
+            itemsize = itemsizes[entry.dtype]
+            limit = arena_nbytes[entry.arena]
+        except IndexError:
+            raise InvalidManifest(
+                tensor=entry.name,
+                reason=f"dtype number {entry.dtype} of {len(itemsizes)}, arena number {entry.arena} "
+                f"of {len(arena_nbytes)}",
+            ) from None
+        if entry.offset + extent * itemsize > limit:
+            raise InvalidManifest(
+                tensor=entry.name,
+                reason=f"bytes {entry.offset} to {entry.offset + extent * itemsize} of an arena of {limit}",
+            )
+        if entry.offset % itemsize:
+            raise InvalidManifest(
+                tensor=entry.name, reason=f"offset {entry.offset} is no multiple of its {itemsize}-byte elements"
+            )
+        names.add(entry.name)
+    if len(names) != len(manifest.tensors):
+        raise InvalidManifest(tensor=_repeated(manifest.tensors), reason="its name stands twice")
+    for alias, target in manifest.aliases.items():
+        if target not in names:
+            raise InvalidManifest(tensor=alias, reason=f"it is an alias of {target!r}, which is no tensor")
+        if alias in names:
+            raise InvalidManifest(tensor=alias, reason="it is both a tensor and an alias")
+
+
+def _extent(entry: TensorEntry) -> int:
+    """Elements from the first to one past the last that the tensor reaches."""
+    shape, stride = entry.shape, entry.stride
+    if stride and len(stride) != len(shape):
+        raise InvalidManifest(tensor=entry.name, reason=f"shape {shape} with stride {stride}")
+    count = math.prod(shape)
+    if count > MAX_INT:
+        raise InvalidManifest(tensor=entry.name, reason=f"shape {shape} overflows")
+    if not count or not stride:
+        return count
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _repeated(entries: Iterable[TensorEntry]) -> str:
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen:
+            return entry.name
+        seen.add(entry.name)
+    return ""
+
+
+def compare_config(expected: Mapping[str, Scalar], actual: Mapping[str, Scalar]) -> dict[str, list[Scalar]]:
+    """The fields of `expected` that `actual` has otherwise, each as ``[expected, actual]``.
+
+    A field the state does not have counts as None.  Booleans are not numbers here.
+    """
+    return {
+        field: [want, actual.get(field)]
+        for field, want in expected.items()
+        if actual.get(field) != want or isinstance(actual.get(field), bool) != isinstance(want, bool)
+    }
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

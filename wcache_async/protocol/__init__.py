@@ -1,0 +1,1 @@
+"""The wire without a socket: messages, frames, and the state machine of one connection."""

@@ -1,0 +1,1 @@
+"""Bytes and file descriptors on one Unix socket, on any asyncio event loop."""

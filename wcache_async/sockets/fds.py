@@ -1,0 +1,61 @@
+"""File descriptors with an owner: closed once, by whoever holds them last."""
+
+import os
+from types import TracebackType
+from typing import Self
+
+__all__ = ["OwnedFd"]
+
+
+class OwnedFd:
+    """One file descriptor and the duty to close it.
+
+    Closes when `close` is called, when its context is left, or when it is collected; after
+    `take` the duty is the caller's.  Not for sockets an event loop watches: those must be
+    unregistered first.
+    """
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """The descriptor's number.  Raises ValueError once closed or taken."""
+        if self._fd < 0:
+            raise ValueError("the file descriptor is closed or was taken over")
+        return self._fd
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def take(self) -> int:
+        """The number, with the duty to close it."""
+        fd = self.fileno()
+        self._fd = -1
+        return fd
+
+    def duplicate(self) -> "OwnedFd":
+        """A second descriptor of the same open file (F_DUPFD_CLOEXEC).  Raises OSError."""
+        return OwnedFd(os.dup(self.fileno()))
+
+    def close(self) -> None:
+        """Close it; does nothing a second time."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"OwnedFd({self._fd if self._fd >= 0 else 'closed'})"
