@@ -1,0 +1,89 @@
+# Development of wcache-async.  `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
+
+# The stamp holds the version of Python it was made with.  Another one asked for by name makes
+# the environment anew; the default `python3` takes whatever is there.
+ifneq ($(origin PYTHON),file)
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(shell $(PYTHON) -V))
+$(STAMP): FORCE
+endif
+endif
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(STAMP) ## Make .venv with everything that development needs (PYTHON=python3.12 make venv)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+	    echo "wcache-async needs Python 3.11 or newer, not $$($(PYTHON) -V 2>&1): PYTHON=python3.12 make venv" >&2
+	    exit 1
+	fi
+	version="$$($(PYTHON) -V)"
+	options=()
+	if [[ -e $(BIN)/python && "$$($(BIN)/python -V)" != "$$version" ]]; then options+=(--clear); fi
+	kept_torch="$$($(PYTHON) -c 'import torch; print(torch.__version__)' 2>/dev/null || true)"
+	if [[ -n "$$kept_torch" ]]; then
+	    echo "torch $$kept_torch of $(PYTHON) is used as it is"
+	    $(PYTHON) -m venv --system-site-packages "$${options[@]}" $(VENV)
+	    grep -v '^torch==' constraints.txt >$(VENV)/constraints.txt
+	    # --system-site-packages means the packages of the base installation: a $(PYTHON) that is
+	    # itself of a virtual environment has its own beside them.
+	    $(PYTHON) -c 'import sys, sysconfig; sys.prefix == sys.base_prefix or print(sysconfig.get_path("purelib"))' \
+	        >"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/invoking_python.pth"
+	else
+	    $(PYTHON) -m venv "$${options[@]}" $(VENV)
+	    cp constraints.txt $(VENV)/constraints.txt
+	fi
+	$(PIP) install --progress-bar off --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	$(PIP) install --progress-bar off --constraint $(VENV)/constraints.txt --no-deps silero-vad
+	echo "$$version" >$(STAMP)
+
+.PHONY: FORCE
+FORCE:
+
+.PHONY: lint
+lint: $(STAMP) ## Check style, formatting and types
+	@$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(STAMP) ## Apply the formatting, and what of the style can be mended by itself
+	@$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: test
+test: lint ## Check everything: style, formatting, types, tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: demo
+demo: $(STAMP) ## Serve a 1 GiB checkpoint to four processes at once, and check every byte
+	@$(BIN)/python benchmarks/demo.py
+
+.PHONY: bench
+bench: $(STAMP) ## Measure attaching beside what else there is
+	@$(BIN)/python benchmarks/attach.py
+
+.PHONY: clean
+clean: ## Remove what building and testing leave behind, but not .venv
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
+	find wcache_async tests benchmarks -name __pycache__ -prune -exec rm -r {} +
+
+.PHONY: distclean
+distclean: clean ## Remove .venv too
+	@rm -rf $(VENV)
