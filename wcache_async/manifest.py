@@ -43,6 +43,9 @@ ALIGNMENT = 64
 """Bytes every storage is aligned to in an arena: a cache line, and more than any dtype needs."""
 
 MAX_INT = 2**63 - 1
+MAX_DIMENSIONS = 64
+"""Dimensions a tensor may have: what torch's iterators take (TensorIterator, at::DimVector)."""
+
 NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT)]
 
 DTYPE_ITEMSIZE: dict[str, int] = {
@@ -59,6 +62,8 @@ DTYPE_ITEMSIZE: dict[str, int] = {
 Sub-byte dtypes are packed, and count in elements of one byte, as in torch.  torch's quantized
 dtypes (qint8, …) are left out: their tensors carry a quantizer beside their bytes.
 """
+
+MAX_ITEMSIZE = max(DTYPE_ITEMSIZE.values())
 
 
 class Kind(IntEnum):
@@ -171,14 +176,17 @@ def plan_layout(
     """Lay storages of the given byte counts into arenas, in order.
 
     Each storage starts at a multiple of `alignment`, each arena's size is a multiple of
-    `granularity`.  With `max_arena` an arena is closed before it exceeds that many bytes (a
-    larger storage gets an arena alone), and a storage goes into the first arena with room;
-    without it there is one arena.  No storages, or only empty ones, need no arena's bytes but
-    still get a place in one of `granularity` bytes, so that there is always an fd to map.
+    `granularity`.  With `max_arena` no arena exceeds that many bytes, rounded down to a
+    multiple of `granularity` (a larger storage gets an arena alone), and a storage goes into
+    the first arena with room; without it there is one arena.  No storages, or only empty ones,
+    need no arena's bytes but still get a place in one of `granularity` bytes, so that there is
+    always an fd to map.
     """
+    if max_arena:
+        max_arena = max(max_arena // granularity, 1) * granularity
     places: list[tuple[int, int]] = []
     fill: list[int] = []
-    open_from = 0  # Arenas before this one have no room for anything.
+    open_from = 0  # Arenas before this one are full.
     for nbytes in storages:
         target = -1
         for number in range(open_from, len(fill)):
@@ -191,7 +199,7 @@ def plan_layout(
         offset = _round_up(fill[target], alignment)
         places.append((target, offset))
         fill[target] = offset + nbytes
-        while max_arena and open_from < len(fill) and fill[open_from] + alignment > max_arena:
+        while max_arena and open_from < len(fill) and _round_up(fill[open_from], alignment) >= max_arena:
             open_from += 1
     sizes = tuple(max(_round_up(n, granularity), granularity) for n in fill or [0])
     return Layout(places=tuple(places), arena_nbytes=sizes)
@@ -219,8 +227,11 @@ _decoder = msgspec.msgpack.Decoder(StateManifest)
 
 
 def encode_manifest(manifest: StateManifest) -> bytes:
-    """The manifest as msgpack."""
-    return _encoder.encode(manifest)
+    """The manifest as msgpack.  Raises InvalidManifest for names msgpack cannot carry (lone surrogates)."""
+    try:
+        return _encoder.encode(manifest)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise InvalidManifest(tensor="", reason=f"it cannot be encoded: {error}") from error
 
 
 def decode_manifest(body: bytes) -> StateManifest:
@@ -236,18 +247,22 @@ def decode_manifest(body: bytes) -> StateManifest:
 def validate_manifest(manifest: StateManifest) -> None:
     """Check that every tensor lies inside its arena and every alias names a tensor.
 
-    Decoding has already refused negative numbers and those beyond 63 bits.  Raises
-    InvalidManifest naming the tensor.
+    Tensors may overlap: they share storages.  Decoding has already refused negative numbers
+    and those beyond 63 bits.  Raises InvalidManifest naming the tensor.
     """
     itemsizes = []
     for dtype in manifest.dtypes:
         if dtype not in DTYPE_ITEMSIZE:
             raise InvalidManifest(tensor="", reason=f"dtype {dtype!r} is unknown")
         itemsizes.append(DTYPE_ITEMSIZE[dtype])
+    differentiable = [dtype.startswith(("float", "bfloat", "complex")) for dtype in manifest.dtypes]
     arena_nbytes = [arena.nbytes for arena in manifest.arenas]
+    if 0 in arena_nbytes:
+        raise InvalidManifest(tensor="", reason=f"arena {arena_nbytes.index(0)} has no bytes")
     # Models repeat few shapes: each one's extent is computed once.
     extents: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     names: set[str] = set()
+    arena_of: dict[int, int] = {}
     for entry in manifest.tensors:
         key = (entry.shape, entry.stride)
         extent = extents.get(key)
@@ -271,6 +286,13 @@ def validate_manifest(manifest: StateManifest) -> None:
             raise InvalidManifest(
                 tensor=entry.name, reason=f"offset {entry.offset} is no multiple of its {itemsize}-byte elements"
             )
+        if arena_of.setdefault(entry.storage, entry.arena) != entry.arena:
+            raise InvalidManifest(
+                tensor=entry.name,
+                reason=f"storage {entry.storage} is in arenas {arena_of[entry.storage]} and {entry.arena}",
+            )
+        if entry.requires_grad and not differentiable[entry.dtype]:
+            raise InvalidManifest(tensor=entry.name, reason=f"a {manifest.dtype_of(entry)} tensor that requires grad")
         names.add(entry.name)
     if len(names) != len(manifest.tensors):
         raise InvalidManifest(tensor=_repeated(manifest.tensors), reason="its name stands twice")
@@ -284,11 +306,14 @@ def validate_manifest(manifest: StateManifest) -> None:
 def _extent(entry: TensorEntry) -> int:
     """Elements from the first to one past the last that the tensor reaches."""
     shape, stride = entry.shape, entry.stride
+    if max(len(shape), len(stride)) > MAX_DIMENSIONS:
+        raise InvalidManifest(tensor=entry.name, reason=f"{len(shape)} dimensions with {len(stride)} strides")
     if stride and len(stride) != len(shape):
         raise InvalidManifest(tensor=entry.name, reason=f"shape {shape} with stride {stride}")
-    count = math.prod(shape)
-    if count > MAX_INT:
+    # Empty dimensions count as one: torch multiplies the others up for the stride all the same.
+    if math.prod(max(size, 1) for size in shape) > MAX_INT // MAX_ITEMSIZE:
         raise InvalidManifest(tensor=entry.name, reason=f"shape {shape} overflows")
+    count = math.prod(shape)
     if not count or not stride:
         return count
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

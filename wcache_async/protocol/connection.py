@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-from wcache_async.errors import MalformedMessage, ProtocolError, UnexpectedMessage, UnknownMessage, VersionMismatch
+from wcache_async.errors import (
+    FrameTooLarge,
+    MalformedMessage,
+    ProtocolError,
+    UnexpectedMessage,
+    UnknownMessage,
+    VersionMismatch,
+)
 from wcache_async.protocol.framing import EndOfStream, FrameDecoder, FrameFault, Segment, encode_frame
 from wcache_async.protocol.messages import (
     PROTOCOL_VERSIONS,
@@ -101,7 +108,10 @@ def choose_version(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 class Connection(Generic[F]):
-    """One side of one connection; `F` is whatever stands for an fd."""
+    """One side of one connection; `F` is whatever stands for an fd.
+
+    `max_request` and `max_response` cap a message's body in bytes, in both directions.
+    """
 
     def __init__(
         self,
@@ -119,6 +129,7 @@ class Connection(Generic[F]):
         """The protocol version agreed on; 0 before the handshake."""
         self._decode = decode_request if daemon else decode_response
         self._max_open = max_request if daemon else max_response
+        self._max_send = max_response if daemon else max_request
         self._decoder: FrameDecoder[F] = FrameDecoder(
             max_body=min(MAX_HELLO_NBYTES, max_request) if daemon else max_response,
             max_fds=0 if daemon else 8192,
@@ -147,8 +158,16 @@ class Connection(Generic[F]):
         return events
 
     def send(self, request_id: int, message: Message, fds: Sequence[F] = ()) -> None:
-        """Queue a message.  Raises MalformedMessage, with nothing queued, if it cannot be encoded."""
-        self._segments += encode_frame(request_id, encode_message(message), fds)
+        """Queue a message.
+
+        Raises MalformedMessage if it cannot be encoded, and FrameTooLarge if the peer would
+        drop the connection over it; nothing is queued then.
+        """
+        body = encode_message(message)
+        limit = min(MAX_HELLO_NBYTES, self._max_send) if isinstance(message, Hello) else self._max_send
+        if len(body) > limit:
+            raise FrameTooLarge(length=len(body), limit=limit)
+        self._segments += encode_frame(request_id, body, fds)
 
     def data_to_send(self) -> list[Segment[F]]:
         """What is to be written, in order; the caller owns the fds in it."""
@@ -184,29 +203,32 @@ class Connection(Generic[F]):
             if isinstance(message, Hello | Welcome):
                 return self._unexpected(request_id, message, "anything but a second handshake", fds)
         elif isinstance(message, Hello):
-            try:
-                self.version = choose_version(self.versions, message.versions)
-            except VersionMismatch as error:
-                return self._violate(request_id, error, fatal=True, fds=fds)
-            self._open()
+            return self._shake(request_id, message, message.versions, fds)
         elif isinstance(message, Welcome):
-            self.version = message.version
-            self._open()
+            self._max_send = message.limits.max_request_bytes or self._max_send
+            return self._shake(request_id, message, (message.version, message.version), fds)
         elif not isinstance(message, ErrorResponse):
             return self._unexpected(request_id, message, "hello" if self.role is Role.DAEMON else "welcome", fds)
         self._events.append(Received(request_id, message, fds))
         return None
 
-    def _open(self) -> None:
+    def _shake(self, request_id: int, message: Message, theirs: Sequence[int], fds: tuple[F, ...]) -> None:
+        try:
+            self.version = choose_version(self.versions, theirs)
+        except VersionMismatch as error:
+            return self._violate(request_id, error, fatal=True, fds=fds)
         self.phase = Phase.OPEN
         self._decoder.max_body = self._max_open
+        self._events.append(Received(request_id, message, fds))
+        return None
 
     def _unexpected(self, request_id: int, message: Message, expected: str, fds: tuple[F, ...]) -> None:
         self._violate(request_id, UnexpectedMessage(type=type_of(message), expected=expected), fatal=True, fds=fds)
 
     def _violate(self, request_id: int, error: ProtocolError, *, fatal: bool, fds: tuple[F, ...] = ()) -> None:
         if self.role is Role.DAEMON:
-            self.send(request_id, ErrorResponse.of(error))
+            self._segments += encode_frame(request_id, encode_message(ErrorResponse.of(error)))
         if fatal:
             self.phase = Phase.CLOSED
+            self._decoder.end()
         self._events.append(Violation(request_id, error, fatal, fds))

@@ -153,11 +153,16 @@ class FrameDecoder(Generic[F]):
                 self._ended = True
                 return EndOfStream()
         except ProtocolError as error:
-            request_id = self._header[3] if self._header else 0
-            self._ended = True
-            self._buffer.clear()
+            request_id = self._header[3] if self._header else self._early_id if self._early else 0
+            self.end()
             return FrameFault(error, request_id)
         return None
+
+    def end(self) -> None:
+        """Decode nothing more: what was received and what still comes is dropped, fds are kept for `take_fds`."""
+        self._ended = True
+        self._header = None
+        self._buffer = bytearray()
 
     def take_fds(self) -> list[F]:
         """Hand over every fd no frame has claimed; for whoever closes the stream."""
@@ -209,7 +214,8 @@ class FrameDecoder(Generic[F]):
         if self._early and request_id != self._early_id:
             raise MalformedMessage(reason=f"fds of request {self._early_id} are followed by request {request_id}")
         if nfds > MAX_FDS_PER_MESSAGE or nfds + len(self._early) > self.max_fds:
-            raise FdsUndeclared(expected=min(self.max_fds, MAX_FDS_PER_MESSAGE), got=nfds + len(self._early))
+            limit = min(self.max_fds - len(self._early), MAX_FDS_PER_MESSAGE)
+            raise MalformedMessage(reason=f"a frame declares {nfds} fds where at most {limit} are taken")
         if nfds > len(self._fds):
             raise FdsTruncated(expected=nfds, got=len(self._fds))
 
@@ -220,7 +226,7 @@ class FrameDecoder(Generic[F]):
 
     def _check_fds(self) -> None:
         """fds come with a frame's first byte: none can be here for a frame that has not begun."""
-        begun = MAX_FDS_PER_MESSAGE if self._buffer else 0
+        begun = min(MAX_FDS_PER_MESSAGE, self.max_fds - len(self._early)) if self._buffer else 0
         declared = self._header[1] if self._header is not None else begun
         if len(self._fds) > declared:
             raise FdsUndeclared(expected=declared, got=len(self._fds))

@@ -16,6 +16,7 @@ from wcache_async.errors import (
     UnknownMessage,
     WeightCacheError,
     error_from_wire,
+    wire_text,
 )
 from wcache_async.manifest import Config, NonNegative
 
@@ -134,10 +135,10 @@ Request = Hello | FetchState | Release | Status | Load | Unload | Stop
 
 # --------------------------------------------------------------------------------- responses
 class Limits(Struct, frozen=True, kw_only=True):
-    """What the daemon takes of one connection."""
+    """What the daemon takes of one connection; 0: not told."""
 
-    max_request_bytes: int = 0
-    max_requests_in_flight: int = 0
+    max_request_bytes: NonNegative = 0
+    max_requests_in_flight: NonNegative = 0
 
 
 class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
@@ -242,8 +243,10 @@ class ErrorResponse(_Message, frozen=True, kw_only=True, tag="error"):
 
     @classmethod
     def of(cls, error: WeightCacheError) -> "ErrorResponse":
-        """The response that reports `error`."""
-        return cls(code=error.code, message=error.message, hint=error.hint, details=error.details())
+        """The response that reports `error`; it can always be encoded."""
+        return cls(
+            code=error.code, message=wire_text(error.message), hint=wire_text(error.hint), details=error.details()
+        )
 
     def to_error(self) -> WeightCacheError:
         """The error reported, as an instance of its own class where that is known here."""
@@ -314,5 +317,13 @@ def _undecodable(body: bytes, direction: str, error: Exception) -> WeightCacheEr
     try:
         kind = _type_only.decode(body).type
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return MalformedMessage(reason=str(error))
-    return MalformedMessage(reason=f"{kind}: {error}") if kind in _known[direction] else UnknownMessage(type=kind[:64])
+        return MalformedMessage(reason=_told(error))
+    if kind in _known[direction]:
+        return MalformedMessage(reason=f"{kind}: {_told(error)}")
+    return UnknownMessage(type=kind[:64])
+
+
+def _told(error: Exception) -> str:
+    """msgspec quotes the offending value whole, be it as long as the body."""
+    text = str(error)
+    return text if len(text) <= 200 else f"{text[:200]}…"
