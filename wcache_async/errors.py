@@ -30,12 +30,19 @@
     │   ├── MalformedMessage     a body that does not decode as its type
     │   ├── UnexpectedMessage    a known message at the wrong time
     │   ├── PeerTimeout          the peer was silent, or read nothing, for too long
-    │   └── InvalidManifest      a manifest that contradicts itself or its arenas
+    │   ├── InvalidManifest      a manifest that contradicts itself or its arenas
+    │   └── InvalidMemfd         received memory that is not what was announced, or not safe to map
+    ├── StreamError              the connection can no longer do what is asked of it
+    │   ├── StreamClosed         this side closed it
+    │   ├── StreamEnded          the peer closed its side, between two messages
+    │   ├── StreamBroken         it was lost: the peer died, reset it, or broke a rule
+    │   └── SendQueueFull        the peer reads more slowly than it asks
     ├── DaemonLost               the connection went away under a held state
     ├── StateReleased            a state used after it was released
     ├── ClientClosed             a client used after it was closed
     ├── UnknownBackend           no transport backend by that name
     ├── BackendUnavailable       a known backend that cannot work here
+    ├── ExportError              a tensor that a transport backend cannot carry
     ├── BindError                module and state do not fit together
     ├── SourceError              what was to be loaded cannot be
     ├── InsufficientMemory       the state does not fit into memory
@@ -53,9 +60,10 @@ fields and `error_from_wire` rebuilds the instance on the other side.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import ClassVar, Self, dataclass_transform
+from typing import Annotated, ClassVar, Self, dataclass_transform
 
 import msgspec
+from msgspec import Meta
 
 __all__ = [
     "AddressError",
@@ -73,11 +81,13 @@ __all__ = [
     "DaemonUnavailable",
     "Detail",
     "Draining",
+    "ExportError",
     "FdsTruncated",
     "FdsUndeclared",
     "FrameTooLarge",
     "InsufficientMemory",
     "InvalidManifest",
+    "InvalidMemfd",
     "InvalidRequest",
     "LeaseNotFound",
     "LoadingTimeout",
@@ -89,12 +99,17 @@ __all__ = [
     "RemoteError",
     "RequestRefused",
     "Scalar",
+    "SendQueueFull",
     "SourceError",
     "StateExists",
     "StateFailed",
     "StateNotFound",
     "StateReleased",
     "StateUnloaded",
+    "StreamBroken",
+    "StreamClosed",
+    "StreamEnded",
+    "StreamError",
     "TooManyClients",
     "TooManyRequests",
     "TruncatedFrame",
@@ -105,9 +120,11 @@ __all__ = [
     "WeightCacheError",
     "error_from_wire",
     "known_codes",
+    "wire_text",
 ]
 
 Scalar = None | bool | int | float | str
+Pair = Annotated[list[Scalar], Meta(min_length=2, max_length=2)]
 Detail = None | bool | int | float | str | list[Scalar] | dict[str, list[Scalar]]
 
 _BY_CODE: dict[str, "type[WeightCacheError]"] = {}
@@ -143,7 +160,10 @@ class WeightCacheError(Exception):
         return ""
 
     def details(self) -> dict[str, Detail]:
-        """The error's fields, as the wire carries them."""
+        """The error's fields, as the wire carries them: any error can be sent.
+
+        Integers beyond 64 bits are cut down to them, for text see `wire_text`.
+        """
         return {name: _as_detail(value) for name, value in self._values().items()}
 
     def _values(self) -> dict[str, object]:
@@ -168,8 +188,28 @@ class WeightCacheError(Exception):
         return cls(**values)
 
 
+_BY_CODE[WeightCacheError.code] = WeightCacheError
+
+
 def _as_detail(value: object) -> Detail:
-    return msgspec.convert(msgspec.to_builtins(value), Detail)  # type: ignore[no-any-return]
+    return msgspec.convert(_sendable(msgspec.to_builtins(value)), Detail)  # type: ignore[no-any-return]
+
+
+def _sendable(value: object) -> object:
+    if isinstance(value, str):
+        return wire_text(value)
+    if isinstance(value, int):
+        return max(-(2**63), min(value, 2**64 - 1)) if not isinstance(value, bool) else value
+    if isinstance(value, list):
+        return [_sendable(item) for item in value]
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(item) for key, item in value.items()}
+    return value
+
+
+def wire_text(text: str) -> str:
+    """`text` with lone surrogates escaped: Python reads a file name that is no UTF-8 into those, UTF-8 has none."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _rebuild(cls: type[WeightCacheError], values: dict[str, object]) -> WeightCacheError:
@@ -189,6 +229,10 @@ class DaemonUnavailable(WeightCacheError):
     """No daemon answers, or it cannot answer yet, or no longer."""
 
     code: ClassVar[str] = "daemon_unavailable"
+
+    @property
+    def message(self) -> str:
+        return "the weight-cache daemon cannot be had"
 
 
 class NotRunning(DaemonUnavailable):
@@ -252,6 +296,10 @@ class RequestRefused(WeightCacheError):
     """The daemon understood the request and refused it; nothing was changed by it."""
 
     code: ClassVar[str] = "request_refused"
+
+    @property
+    def message(self) -> str:
+        return "the weight-cache daemon refused the request"
 
 
 class StateNotFound(RequestRefused):
@@ -328,7 +376,7 @@ class ConfigMismatch(RequestRefused):
     code: ClassVar[str] = "config_mismatch"
     name: str
     rank: int
-    differences: dict[str, list[Scalar]]
+    differences: dict[str, Pair]
 
     @property
     def message(self) -> str:
@@ -481,9 +529,13 @@ class FrameTooLarge(ProtocolError):
     def message(self) -> str:
         return f"a frame of {self.length} bytes exceeds the limit of {self.limit}"
 
+    @property
+    def hint(self) -> str:
+        return "Send less in one message, or raise the receiver's limit"
+
 
 class TruncatedFrame(ProtocolError):
-    """The stream ended `got` bytes into a frame of `expected` (0: header incomplete)."""
+    """The stream ended with `got` of the `expected` bytes of a frame's header or body."""
 
     code: ClassVar[str] = "truncated_frame"
     expected: int
@@ -585,6 +637,80 @@ class InvalidManifest(ProtocolError):
         return f"{where} is described impossibly: {self.reason}"
 
 
+class InvalidMemfd(ProtocolError):
+    """The memfd received for `what` (``arena 0``, ``manifest``) was refused, for `reason`."""
+
+    code: ClassVar[str] = "invalid_memfd"
+    what: str
+    reason: str
+
+    @property
+    def message(self) -> str:
+        return f"the memory received for {self.what} is not safe to map: {self.reason}"
+
+    @property
+    def hint(self) -> str:
+        return "Nothing was mapped; check that the peer is a wcache-async of the same release"
+
+
+# ---------------------------------------------------------------------- one connection's end
+class StreamError(WeightCacheError):
+    """A connection can no longer do what is asked of it; which end it met shows in the class."""
+
+    code: ClassVar[str] = "stream_error"
+
+    @property
+    def message(self) -> str:
+        return "the connection cannot go on"
+
+
+class StreamClosed(StreamError):
+    """This side closed the connection."""
+
+    code: ClassVar[str] = "stream_closed"
+
+    @property
+    def message(self) -> str:
+        return "the connection was closed by this side"
+
+
+class StreamEnded(StreamError):
+    """The peer closed its side in order, between two messages."""
+
+    code: ClassVar[str] = "stream_ended"
+
+    @property
+    def message(self) -> str:
+        return "the connection was closed by the peer"
+
+
+class StreamBroken(StreamError):
+    """The connection was lost for `reason`: the peer died, reset it, or broke a rule."""
+
+    code: ClassVar[str] = "stream_broken"
+    reason: str
+
+    @property
+    def message(self) -> str:
+        return f"the connection broke: {self.reason}"
+
+
+class SendQueueFull(StreamError):
+    """A message of `nbytes` would wait behind `queued` bytes the peer has not taken; `limit` may wait."""
+
+    code: ClassVar[str] = "send_queue_full"
+    nbytes: int
+    queued: int
+    limit: int
+
+    @property
+    def message(self) -> str:
+        return (
+            f"the peer has yet to take {self.queued} bytes; {self.nbytes} more would exceed "
+            f"the {self.limit} that may wait for it"
+        )
+
+
 # ------------------------------------------------------------------------------ on the client
 class DaemonLost(WeightCacheError):
     """The connection to the daemon on `socket` ended while something still needed it."""
@@ -660,6 +786,19 @@ class BackendUnavailable(WeightCacheError):
         return f"transport backend {self.name!r} cannot work here: {self.reason}"
 
 
+class ExportError(WeightCacheError):
+    """`tensor` cannot be carried by transport backend `backend`, for `reason`."""
+
+    code: ClassVar[str] = "export_error"
+    backend: str
+    tensor: str
+    reason: str
+
+    @property
+    def message(self) -> str:
+        return f"tensor {self.tensor!r} cannot be shared by {self.backend}: {self.reason}"
+
+
 class BindError(WeightCacheError):
     """Module and state do not fit.
 
@@ -670,7 +809,7 @@ class BindError(WeightCacheError):
     code: ClassVar[str] = "bind_error"
     missing: list[str]
     unexpected: list[str]
-    mismatched: dict[str, list[Scalar]]
+    mismatched: dict[str, Pair]
 
     @property
     def message(self) -> str:
