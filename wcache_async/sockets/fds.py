@@ -1,10 +1,13 @@
 """File descriptors with an owner: closed once, by whoever holds them last."""
 
 import os
+import socket
+from array import array
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-__all__ = ["OwnedFd"]
+__all__ = ["OwnedFd", "own_received"]
 
 
 class OwnedFd:
@@ -59,3 +62,18 @@ class OwnedFd:
 
     def __repr__(self) -> str:
         return f"OwnedFd({self._fd if self._fd >= 0 else 'closed'})"
+
+
+def own_received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[OwnedFd]:
+    """An owner for every fd in the ancillary data of one `recvmsg`, in order.
+
+    For before anything else is looked at: until then nobody would close them.
+    """
+    owned = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array("i")
+            # A truncated block may end inside a number.
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+            owned += [OwnedFd(number) for number in numbers]
+    return owned

@@ -1,0 +1,423 @@
+"""One owner of one Unix socket: messages and their file descriptors, in and out, on any asyncio loop.
+
+asyncio has no `sock_sendmsg` and no `sock_recvmsg`, and neither of its transports carries
+fds, so the socket stays raw and non-blocking, and two callbacks drive a sans-IO Connection:
+
+- Readable: every fd that `recvmsg` returned has an owner before anything is looked at;
+  events go into a queue.  A waiter's future is only a signal and never holds an event, so a
+  cancelled `receive` loses nothing.
+- `send` queues a whole frame synchronously and writes what the kernel takes at once; only
+  `drain` waits.  Cancelling therefore never leaves half a frame or an fd without its frame.
+
+What the kernel answers to a write:
+
+====================================  =================================================================
+EAGAIN                                wait until writable
+ETOOMANYREFS (too many fds of this    nothing was sent; tried again with growing pauses, as other peers
+user in flight), ENOBUFS, ENOMEM      taking theirs is what ends it, and no readiness tells of that
+EPIPE, ECONNRESET, anything else      sending is over: what is queued is dropped with its fds, `send`
+                                      and `drain` raise StreamBroken; reading goes on, as the peer's
+                                      last words (why it hung up) may still be unread
+====================================  =================================================================
+
+A peer's end shows in three ways, told apart as anyio does: an EndOfStream event, then
+StreamEnded, for an orderly close between two messages; StreamBroken where it was reset, or a
+rule was broken; StreamClosed once this side closed.
+"""
+
+import asyncio
+import errno
+import socket
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from wcache_async.errors import (
+    FdsTruncated,
+    PeerTimeout,
+    SendQueueFull,
+    StreamBroken,
+    StreamClosed,
+    StreamEnded,
+    StreamError,
+)
+from wcache_async.protocol.connection import Connection, EndOfStream, Event, Violation
+from wcache_async.protocol.framing import MAX_FDS_PER_MESSAGE
+from wcache_async.protocol.messages import Message
+from wcache_async.sockets.fds import OwnedFd, own_received
+from wcache_async.sockets.outgoing import Outgoing
+from wcache_async.sockets.peer import peer_credentials
+
+__all__ = ["FdStream"]
+
+_SCRATCH_NBYTES: Final = 64 << 10
+_CALLS_PER_WAKEUP: Final = 4
+"""recvmsg or sendmsg calls before the loop gets to serve others."""
+# A buffer sized for one fd lets two in, as CMSG_SPACE pads: size it for the most there can be.
+_ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(MAX_FDS_PER_MESSAGE * array("i").itemsize)
+# MSG_DONTWAIT besides O_NONBLOCK: that flag lives on the open file description, so whoever else
+# holds a duplicate can clear it, and the next call would freeze the loop.
+_RECEIVE_FLAGS: Final = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+_SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+_TRANSIENT: Final = frozenset({errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
+_FIRST_RETRY_S: Final = 0.002
+_LAST_RETRY_S: Final = 0.1
+
+_per_thread = threading.local()
+
+
+def _scratch() -> memoryview:
+    """This thread's receive buffer: one for all streams, as no byte stays in it after a callback."""
+    view: memoryview | None = getattr(_per_thread, "scratch", None)
+    if view is None:
+        view = _per_thread.scratch = memoryview(bytearray(_SCRATCH_NBYTES))
+    return view
+
+
+class FdStream:
+    """Messages over one connected AF_UNIX stream socket, which it owns and closes.
+
+    Made inside a running loop, which it registers with at once.  At most about `max_queued_bytes`
+    bytes wait unsent, and reading pauses while more than `max_queued_events` events wait unread
+    or the peer takes nothing of what it is sent.  `peer` is known before a byte is read.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connection: Connection[OwnedFd],
+        *,
+        max_queued_bytes: int = 8 << 20,
+        max_queued_events: int = 64,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.peer = peer_credentials(sock)
+        sock.setblocking(False)
+        self._sock = sock
+        # An int, not the socket: uvloop keeps a registered socket object's fd open past its close().
+        self._fd = sock.fileno()
+        self._connection = connection
+        self._max_queued_bytes = max_queued_bytes
+        self._max_queued_events = max_queued_events
+        self._events: deque[Event[OwnedFd]] = deque()
+        self._outgoing = Outgoing()
+        self._end: Callable[[], StreamError] | None = None
+        self._send_failure: Callable[[], StreamError] | None = None
+        self._closing = False
+        self._closed = False
+        self._ended = asyncio.Event()
+        self._receiver: asyncio.Future[None] | None = None
+        self._drainers: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._input_over: asyncio.Future[None] | None = None
+        self._writing = False
+        self._retry: asyncio.TimerHandle | None = None
+        self._retry_s = _FIRST_RETRY_S
+        self._reading = True
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ended" if self._end else "open"
+        return f"<FdStream fd={self._fd} {state} pid={self.peer.pid} uid={self.peer.uid}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed the socket."""
+        return self._closed
+
+    @property
+    def end(self) -> StreamError | None:
+        """What ended the stream first, None while the peer may still send."""
+        return self._end() if self._end is not None else None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes queued and not yet taken by the kernel."""
+        return self._outgoing.pending
+
+    # ------------------------------------------------------------------------------- receiving
+    async def receive(self) -> Event[OwnedFd]:
+        """The next event; the caller owns its fds.
+
+        Cancel-safe.  For one task at a time; bound it with `asyncio.timeout`, as `wait_for` in
+        Python 3.11 can drop a result.  Raises StreamEnded, StreamBroken or StreamClosed once
+        there is nothing more.
+        """
+        while not self._events:
+            if self._closing:
+                raise StreamClosed()
+            if self._end is not None:
+                raise self._end()
+            if self._receiver is not None:
+                raise RuntimeError("another task is already waiting in receive()")
+            self._receiver = self._loop.create_future()
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
+        event = self._events.popleft()
+        self._balance_reading()
+        return event
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing more can come: the peer closed or was lost, broke a rule, or we closed."""
+        await self._ended.wait()
+
+    def _on_readable(self) -> None:
+        scratch = _scratch()
+        try:
+            for _ in range(_CALLS_PER_WAKEUP):
+                nbytes, ancillary, flags, _ = self._sock.recvmsg_into([scratch], _ANCILLARY_NBYTES, _RECEIVE_FLAGS)
+                fds = own_received(ancillary)
+                self._take_in(scratch[:nbytes], fds, truncated=bool(flags & socket.MSG_CTRUNC))
+                full = nbytes == len(scratch) or len(fds) == MAX_FDS_PER_MESSAGE
+                if not full or not self._reading:
+                    return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(error.strerror or str(error))
+        except BaseException as error:
+            self._lose(f"{type(error).__name__}: {error}")
+            raise
+
+    def _take_in(self, data: memoryview, fds: list[OwnedFd], *, truncated: bool) -> None:
+        connection = self._connection
+        if data:
+            connection.receive_data(data, fds)
+        else:
+            connection.receive_eof()
+        if truncated:
+            # The decoder has found it already, with the numbers of the frame's header, unless that
+            # has not come whole.  The kernel does not say how many it dropped: at least one.
+            connection.receive_fault(FdsTruncated(expected=len(fds) + 1, got=len(fds)))
+        end: Callable[[], StreamError] | None = None
+        for event in connection.events_received():
+            self._events.append(event)
+            if isinstance(event, EndOfStream):
+                end = StreamEnded
+            elif isinstance(event, Violation) and event.fatal:
+                end = partial(StreamBroken, reason=str(event.error))
+        if end is not None:
+            self._end_reading(end)
+        answers = connection.data_to_send()
+        if answers and self._send_failure is None:
+            self._outgoing.extend(answers)
+            self._try_flush()
+        self._wake_receiver()
+        self._balance_reading()
+
+    def _end_reading(self, end: Callable[[], StreamError]) -> None:
+        self._end = self._end or end
+        self._stop_reading()
+        for fd in self._connection.take_fds():
+            fd.close()
+        self._ended.set()
+
+    def _lose(self, reason: str) -> None:
+        end = partial(StreamBroken, reason=reason)
+        self._end_reading(end)
+        self._fail_sending(end)
+        self._wake_receiver()
+
+    def _wake_receiver(self) -> None:
+        if self._receiver is not None and not self._receiver.done() and (self._events or self._end or self._closing):
+            self._receiver.set_result(None)
+
+    def _balance_reading(self) -> None:
+        """Read while there is room for what comes; resume at half, so as not to flap."""
+        if self._end is not None or self._closing:
+            return
+        events, nbytes = self._max_queued_events, self._max_queued_bytes
+        if self._reading:
+            if len(self._events) > events or self._outgoing.pending > nbytes:
+                self._stop_reading()
+        elif len(self._events) <= events // 2 and self._outgoing.pending <= nbytes // 2:
+            self._reading = True
+            self._loop.add_reader(self._fd, self._on_readable)
+
+    def _stop_reading(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._fd)
+
+    # --------------------------------------------------------------------------------- sending
+    def send(self, request_id: int, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
+        """Queue a message whole, and write at once what the kernel takes.
+
+        Takes over `fds` whatever happens: they are closed once sent, dropped or refused.  Raises
+        SendQueueFull where the message would exceed `max_queued_bytes` (one message may, while
+        nothing else waits), StreamClosed, StreamBroken, MalformedMessage where it cannot be
+        encoded, and ValueError for an fd already closed; nothing is queued then.
+        """
+        try:
+            if self._closing:
+                raise StreamClosed()
+            if self._send_failure is not None:
+                raise self._send_failure()
+            for fd in fds:
+                fd.fileno()
+            self._connection.send(request_id, message, fds)
+            segments = self._connection.data_to_send()
+            nbytes = sum(len(segment.data) for segment in segments)
+            pending = self._outgoing.pending
+            if pending and pending + nbytes > self._max_queued_bytes:
+                raise SendQueueFull(nbytes=nbytes, queued=pending, limit=self._max_queued_bytes)
+        except BaseException:
+            for fd in fds:
+                fd.close()
+            raise
+        self._outgoing.extend(segments)
+        self._try_flush()
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Wait until all that is queued now is written.
+
+        Raises PeerTimeout where bytes are still owed after `timeout` seconds, StreamBroken or
+        StreamClosed where they never will be written.  Cancelling it drops nothing.
+        """
+        target = self._outgoing.accepted
+        if self._outgoing.written < target:
+            self._check_sendable()
+            entry = (target, self._loop.create_future())
+            self._drainers.append(entry)
+            try:
+                async with asyncio.timeout(timeout):
+                    await entry[1]
+            except TimeoutError:
+                raise self._overdue(timeout or 0.0) from None
+            finally:
+                if entry in self._drainers:
+                    self._drainers.remove(entry)
+        if self._outgoing.written < target:
+            self._check_sendable()
+
+    def _check_sendable(self) -> None:
+        if self._closed:
+            raise StreamClosed()
+        if self._send_failure is not None:
+            raise self._send_failure()
+
+    def _overdue(self, seconds: float) -> PeerTimeout:
+        why = " (too many file descriptors of this user are in flight)" if self._retry is not None else ""
+        return PeerTimeout(what=f"take {self._outgoing.pending} bytes it was sent{why}", seconds=seconds)
+
+    def _try_flush(self) -> None:
+        if not self._writing and self._retry is None:
+            self._flush()
+
+    def _flush(self) -> None:
+        outgoing = self._outgoing
+        self._retry = None
+        try:
+            for _ in range(_CALLS_PER_WAKEUP):
+                if not outgoing.pending:
+                    break
+                buffers, fds = outgoing.batch()
+                rights = array("i", [fd.fileno() for fd in fds])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if fds else []
+                outgoing.advance(self._sock.sendmsg(buffers, ancillary, _SEND_FLAGS))
+                self._retry_s = _FIRST_RETRY_S
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno in _TRANSIENT:
+                self._retry = self._loop.call_later(self._retry_s, self._flush)
+                self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+            else:
+                self._fail_sending(partial(StreamBroken, reason=error.strerror or str(error)))
+                return
+        self._watch_writable(bool(outgoing.pending) and self._retry is None)
+        while self._drainers and self._drainers[0][0] <= outgoing.written:
+            _, future = self._drainers.popleft()
+            if not future.done():
+                future.set_result(None)
+        self._balance_reading()
+
+    def _watch_writable(self, wanted: bool) -> None:
+        if wanted and not self._writing:
+            self._loop.add_writer(self._fd, self._flush)
+        elif self._writing and not wanted:
+            self._loop.remove_writer(self._fd)
+        self._writing = wanted
+
+    def _fail_sending(self, failure: Callable[[], StreamError]) -> None:
+        self._send_failure = self._send_failure or failure
+        self._watch_writable(False)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self._outgoing.drop()
+        while self._drainers:
+            _, future = self._drainers.popleft()
+            if not future.done():
+                future.set_result(None)
+        self._balance_reading()
+
+    # --------------------------------------------------------------------------------- closing
+    def close(self) -> None:
+        """Close the socket and every fd queued in either direction, and wake every waiter.  Idempotent."""
+        if self._closed:
+            return
+        self._closing = self._closed = True
+        self._end_reading(StreamClosed)
+        self._fail_sending(StreamClosed)
+        if self._input_over is not None:
+            self._loop.remove_reader(self._fd)
+            if not self._input_over.done():
+                self._input_over.set_result(None)
+        # Only now: a closed number still registered would silence the next socket that gets it.
+        self._sock.close()
+        self._drop_events()
+        self._wake_receiver()
+
+    async def close_after_flush(self, timeout: float) -> None:
+        """Write what is queued, let the peer read it, then close; after `timeout` seconds close anyway.
+
+        Takes nothing in any more.  What still arrives is read and thrown away until the peer closes
+        its side: closing over unread bytes resets the connection (unix_release_sock), and a peer
+        that is blocked in sending would not get to read.
+        """
+        if self._closed:
+            return
+        self._closing = True
+        self._stop_reading()
+        self._drop_events()
+        self._wake_receiver()
+        if self._input_over is None:
+            self._input_over = self._loop.create_future()
+            self._loop.add_reader(self._fd, self._on_discardable)
+        try:
+            async with asyncio.timeout(timeout):
+                await self.drain()
+                self._sock.shutdown(socket.SHUT_WR)
+                await asyncio.shield(self._input_over)
+        except (TimeoutError, OSError, StreamError):
+            pass  # The peer is gone, or had its chance to listen.
+        finally:
+            self.close()
+
+    def _on_discardable(self) -> None:
+        try:
+            for _ in range(_CALLS_PER_WAKEUP):
+                # Without a control buffer the kernel closes the fds that come along.
+                nbytes = self._sock.recv_into(_scratch(), 0, socket.MSG_DONTWAIT)
+                if nbytes == 0:
+                    break
+            else:
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._loop.remove_reader(self._fd)
+        if self._input_over is not None and not self._input_over.done():
+            self._input_over.set_result(None)
+
+    def _drop_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            for fd in () if isinstance(event, EndOfStream) else event.fds:
+                fd.close()
