@@ -1,7 +1,7 @@
 """The contract of a transport backend: how tensors cross the process boundary.
 
-One instance of a backend stands for one state on one side: the daemon's made by
-`prepare_export` or `begin_export`, the client's by `recv_fetch_state_response`.
+One instance of a backend stands for one state on one side, and serves it once: the daemon's
+is filled by `prepare_export` or `begin_export`, the client's by `recv_fetch_state_response`.
 
 ========================== ======== ===========================================================
 verb                       side     what
@@ -13,15 +13,16 @@ recv_fetch_state_response  client   takes those fds and opens the arenas
 import_tensor(s)           client   tensors on the arenas
 ========================== ======== ===========================================================
 
-`prepare_export`, `begin_export`, the writer, `import_tensor` and `close` block, and run in an
-executor.
+`prepare_export`, `begin_export`, the writer, `import_tensor`, `import_tensors` and `close`
+block, and run in an executor; the two `async` verbs never block the loop.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from wcache_async.manifest import StateManifest, StateSpec, TensorEntry
 from wcache_async.protocol.messages import FetchStateResponse
@@ -35,6 +36,8 @@ __all__ = [
     "TORCH_IPC_BACKEND",
     "VMM_FD_BACKEND",
     "Capabilities",
+    "ImportOptions",
+    "MappingMode",
     "ResponseReceiver",
     "ResponseSender",
     "StateTensors",
@@ -63,10 +66,27 @@ class Capabilities:
     """torch device types it carries, e.g. ``cpu``, ``cuda``."""
 
 
-class ResponseSender(Protocol):
-    """The daemon's end of one request: sends its one response.  Takes over the fds."""
+MappingMode = Literal["private", "read_only"]
 
-    async def send(self, response: FetchStateResponse, fds: Sequence[OwnedFd]) -> None: ...
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """What a client may choose about its own view of a state.
+
+    `mapping`: ``private`` gives writable tensors whose writes stay in this process, a page
+    copied at the first write to it; ``read_only`` gives tensors an in-place write to which
+    kills the process (SIGSEGV: torch knows no read-only tensors), and which copy to a GPU at
+    full speed where private writable pages do not.
+    """
+
+    mapping: MappingMode = "private"
+
+
+class ResponseSender(Protocol):
+    """The daemon's end of one request: sends its one response."""
+
+    async def send(self, response: FetchStateResponse, fds: Sequence[OwnedFd]) -> None:
+        """Send it with `fds`, which are taken over and closed whether or not it succeeds."""
 
 
 class ResponseReceiver(Protocol):
@@ -102,6 +122,10 @@ class WeightCacheTransportBackend(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
+    def __init__(self, options: ImportOptions | None = None) -> None:
+        """`options` matter to the client's half alone."""
+        self.options = options or ImportOptions()
+
     # ------------------------------------------------------------------------- both sides
     @classmethod
     @abstractmethod
@@ -112,6 +136,11 @@ class WeightCacheTransportBackend(ABC):
     def close(self) -> None:
         """Give up arenas and fds; tensors already imported stay valid.  Idempotent."""
 
+    @property
+    @abstractmethod
+    def resident_bytes(self) -> int:
+        """Bytes the state keeps resident, however many processes map them; 0 once closed."""
+
     # ----------------------------------------------------------------------------- daemon
     @classmethod
     @abstractmethod
@@ -119,12 +148,18 @@ class WeightCacheTransportBackend(ABC):
         """Whether the backend can carry every one of these tensors."""
 
     @abstractmethod
-    def prepare_export(self, state_tensors: "StateTensors") -> StateManifest:
-        """Copy the tensors into arenas, storage by storage; shared storages stay shared."""
+    def prepare_export(
+        self, state_tensors: "StateTensors", *, non_persistent: AbstractSet[str] = frozenset()
+    ) -> StateManifest:
+        """Copy the tensors into arenas, storage by storage; shared storages stay shared.
+
+        `non_persistent` names the buffers that are no part of the state dict.  Raises
+        ExportError naming a tensor that cannot be carried, InsufficientMemory.
+        """
 
     @abstractmethod
-    def begin_export(self, spec: StateSpec) -> StateWriter:
-        """Arenas for `spec`, to be filled.  Raises InsufficientMemory before taking any."""
+    def begin_export(self, spec: StateSpec, *, device: str = "cpu") -> StateWriter:
+        """Arenas on `device` for `spec`, to be filled.  Raises InsufficientMemory before taking any."""
 
     @abstractmethod
     async def send_fetch_state_response(
@@ -132,25 +167,28 @@ class WeightCacheTransportBackend(ABC):
     ) -> None:
         """Send `response`, completed with what this backend's other half needs.
 
-        `fds` (the manifest's) go first and are taken over; the backend adds its own.
+        `fds` (the manifest's) go first and are taken over, also where this raises; the backend
+        adds its own.  Fills in `transport_backend`, `payload` and `resident_bytes`.  Raises
+        StateUnloaded once closed.
         """
-
-    @property
-    @abstractmethod
-    def resident_bytes(self) -> int:
-        """Bytes the state keeps resident, for both halves."""
 
     # ----------------------------------------------------------------------------- client
     @abstractmethod
     async def recv_fetch_state_response(
         self, stream: ResponseReceiver, response: FetchStateResponse, manifest: StateManifest
     ) -> None:
-        """Take the fds the response announced and open the arenas.  All or nothing."""
+        """Take the fds the response announced and open the arenas.  All or nothing.
+
+        Raises a ProtocolError for arenas that are not what `manifest` says or not safe to map.
+        """
 
     @abstractmethod
     def import_tensor(self, entry: TensorEntry) -> "torch.Tensor":
-        """One tensor; cheap once the arenas are open."""
+        """One tensor, new at each call; cheap once the arenas are open.
 
+        It requires no grad: `bind` sets that.  Raises StateReleased once closed.
+        """
+
+    @abstractmethod
     def import_tensors(self) -> "dict[str, torch.Tensor]":
-        """Every tensor by name, aliases included, in the manifest's order."""
-        raise NotImplementedError
+        """Every tensor by name in the manifest's order, then aliases, each its target's very object."""
