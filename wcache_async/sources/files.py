@@ -1,0 +1,197 @@
+"""A source made of files: storages are byte ranges of them, read in chunks, cast on the way if asked."""
+
+import os
+import stat
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from wcache_async.errors import SourceError
+from wcache_async.manifest import DTYPE_ITEMSIZE, Config, StateSpec
+from wcache_async.sources.base import Advance, Source
+
+__all__ = ["CheckpointFile", "FileSource", "StorageRange", "uniform_dtype"]
+
+CHUNK = 8 << 20
+"""Bytes read at a time: progress moves often, system calls cost nothing, and a cast's bounce buffer stays small."""
+
+
+class StorageRange(Struct, frozen=True, kw_only=True):
+    """Where the bytes of one storage stand: ``nbytes`` from ``offset`` on in file number ``file``.
+
+    With `cast_to` they are elements of `dtype`, to be given as elements of `cast_to`; without,
+    both are empty.  `tensor` is who the storage belongs to, for errors.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    tensor: str
+    dtype: str = ""
+    cast_to: str = ""
+
+    @property
+    def filled_nbytes(self) -> int:
+        """Bytes of the storage as it is given."""
+        if not self.cast_to:
+            return self.nbytes
+        return self.nbytes // DTYPE_ITEMSIZE[self.dtype] * DTYPE_ITEMSIZE[self.cast_to]
+
+
+class CheckpointFile:
+    """One regular file held open for reading; owns its fd."""
+
+    def __init__(self, path: str) -> None:
+        """Raises SourceError where there is no such file, or it cannot be read."""
+        self.path = path
+        try:
+            # Opening a FIFO or a device could block for ever, so that is asked first.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise SourceError(path=path, reason="it is not a regular file")
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise SourceError(path=path, reason=_reason(error)) from error
+        status = os.fstat(self.fd)
+        self.nbytes = status.st_size
+        self._stamp = (status.st_size, status.st_mtime_ns)
+
+    def close(self) -> None:
+        """Close the file; further calls do nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def head(self, nbytes: int, offset: int = 0) -> bytes:
+        """Up to `nbytes` bytes from `offset` on.  Raises SourceError."""
+        try:
+            return os.pread(self.fd, nbytes, offset)
+        except OSError as error:
+            raise SourceError(path=self.path, reason=_reason(error)) from error
+
+    def fill(self, into: memoryview, offset: int, tensor: str) -> None:
+        """Fill `into` with the bytes from `offset` on.  Raises SourceError where they are not there."""
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self.fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise SourceError(path=self.path, tensor=tensor, reason=_reason(error)) from error
+            if not count:
+                raise SourceError(
+                    path=self.path,
+                    tensor=tensor,
+                    reason=f"the file ends at byte {offset + done}, {len(into) - done} bytes short; "
+                    "it was cut after it was opened",
+                )
+            done += count
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Have the kernel start reading that range; a hint, and nothing where there is none to read."""
+        if nbytes > 0 and offset < self.nbytes:
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def check_unchanged(self, tensor: str) -> None:
+        """Raises SourceError if the file was written since it was opened: bytes of two versions would mix."""
+        status = os.fstat(self.fd)
+        if (status.st_size, status.st_mtime_ns) != self._stamp:
+            raise SourceError(path=self.path, tensor=tensor, reason="the file was changed after it was opened")
+
+
+class FileSource(Source):
+    """A source whose storages are byte ranges of files."""
+
+    def __init__(self, path: str, *, dtype: str = "") -> None:
+        """`dtype` is one of `CASTABLE`, or empty for no cast."""
+        self.path = path
+        self._dtype = dtype
+        self._files: list[CheckpointFile] = []
+        self._ranges: Sequence[StorageRange] = ()
+        self._spec: StateSpec | None = None
+
+    @abstractmethod
+    def _scan(self) -> tuple[StateSpec, Sequence[StorageRange]]:
+        """Open every file with `_open_file` and tell what is where.  Raises SourceError."""
+
+    def _open_file(self, path: str) -> CheckpointFile:
+        file = CheckpointFile(path)
+        self._files.append(file)
+        return file
+
+    def open(self) -> StateSpec:
+        if self._spec is not None:
+            return self._spec
+        try:
+            self._spec, self._ranges = self._scan()
+        finally:
+            if self._spec is None:
+                self.close()
+        return self._spec
+
+    def config(self) -> Config:
+        return {"source": self.kind, "dtype": uniform_dtype(self._opened())}
+
+    def read(self, storage: int, into: memoryview, advance: Advance) -> None:
+        self._opened()
+        part = self._ranges[storage]
+        if into.nbytes != part.filled_nbytes:
+            raise ValueError(f"storage {storage} has {part.filled_nbytes} bytes, the memory to fill {into.nbytes}")
+        if not into.nbytes:
+            return
+        file = self._files[part.file]
+        with into.cast("B") as flat:
+            if part.cast_to:
+                _read_cast(file, part, flat, advance)
+            else:
+                _read_plain(file, part, flat, advance)
+        file.check_unchanged(part.tensor)
+
+    def close(self) -> None:
+        self._spec = None
+        self._ranges = ()
+        while self._files:
+            self._files.pop().close()
+
+    def _opened(self) -> StateSpec:
+        if self._spec is None:
+            raise SourceError(path=self.path, reason="it is not open")
+        return self._spec
+
+
+def uniform_dtype(spec: StateSpec) -> str:
+    """The one dtype of all floating-point tensors, or of all where none is floating-point; else ``mixed``."""
+    dtypes = {tensor.dtype for tensor in spec.tensors}
+    floating = {dtype for dtype in dtypes if dtype.startswith(("float", "bfloat"))}
+    chosen = floating or dtypes
+    return chosen.pop() if len(chosen) == 1 else "mixed"
+
+
+def _read_plain(file: CheckpointFile, part: StorageRange, into: memoryview, advance: Advance) -> None:
+    for start in range(0, part.nbytes, CHUNK):
+        size = min(CHUNK, part.nbytes - start)
+        file.will_need(part.offset + start + size, CHUNK)
+        file.fill(into[start : start + size], part.offset + start, part.tensor)
+        advance(size)
+
+
+def _read_cast(file: CheckpointFile, part: StorageRange, into: memoryview, advance: Advance) -> None:
+    import torch
+
+    source: torch.dtype = getattr(torch, part.dtype)
+    target: torch.dtype = getattr(torch, part.cast_to)
+    from_size, to_size = DTYPE_ITEMSIZE[part.dtype], DTYPE_ITEMSIZE[part.cast_to]
+    bounce = bytearray(min(CHUNK, part.nbytes))
+    with memoryview(bounce) as window:
+        for start in range(0, part.nbytes, CHUNK):
+            size = min(CHUNK, part.nbytes - start)
+            file.will_need(part.offset + start + size, CHUNK)
+            file.fill(window[:size], part.offset + start, part.tensor)
+            count, first = size // from_size, start // from_size
+            read = torch.frombuffer(bounce, dtype=source, count=count)
+            torch.frombuffer(into, dtype=target, count=count, offset=first * to_size).copy_(read)
+            del read
+            advance(count * to_size)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
