@@ -1,15 +1,15 @@
 """Which transport backends there are, and which one carries a state.
 
-Built-in ones are named here and imported when first asked for; others come from the entry-point
+Built-in ones are named here and imported when first asked for.  Others come from the entry-point
 group `wcache_async.backends`, whose entries load to a `WeightCacheTransportBackend` subclass
-whose `name` is the entry's.  A choice is only ever made among what both sides accept.
+whose `name` is the entry's; they are looked up, which costs milliseconds, and run only where
+somebody names one.  A choice is only ever made among what both sides accept.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from wcache_async.backends.base import (
     SHM_FD_BACKEND,
@@ -21,14 +21,17 @@ from wcache_async.backends.base import (
 )
 from wcache_async.errors import BackendNotAccepted, BackendUnavailable, UnknownBackend
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 __all__ = [
     "ENTRY_POINT_GROUP",
-    "available_backends",
     "choose_daemon_transport_backend",
     "choose_for_device",
     "get_client_transport_backend",
     "get_transport_backend_class",
     "known_backends",
+    "usable_backends",
 ]
 
 ENTRY_POINT_GROUP: Final = "wcache_async.backends"
@@ -50,9 +53,9 @@ def known_backends() -> list[str]:
     return [*_BUILT_IN, *sorted(_entry_points().keys() - _BUILT_IN.keys())]
 
 
-def available_backends() -> list[str]:
-    """Names of the backends that can work in this process, in the order of `known_backends`."""
-    return [name for name in known_backends() if _usable(name)]
+def usable_backends() -> tuple[str, ...]:
+    """The built-in backends that can work in this process: what a client accepts by default."""
+    return tuple(name for name in _BUILT_IN if _usable(name))
 
 
 def get_transport_backend_class(name: str) -> type[WeightCacheTransportBackend]:
@@ -74,67 +77,52 @@ def get_client_transport_backend(name: str, options: ImportOptions | None = None
 
 def choose_daemon_transport_backend(
     state_tensors: StateTensors, accepted: Sequence[str]
-) -> type[WeightCacheTransportBackend]:
-    """The best backend that can export these tensors and that the client accepts.
+) -> WeightCacheTransportBackend:
+    """A new daemon's half of the best backend that can export these tensors and that the client accepts.
 
     An empty `accepted`, an older client's, is `torch_ipc`.  Names in it that are unknown here are
     a newer client's, and passed over.  Raises BackendNotAccepted.
     """
+    accepted = accepted or (TORCH_IPC_BACKEND,)
     device_types = {tensor.device.type for tensor, _ in state_tensors.values()}
-    order = _order(next(iter(sorted(device_types, key=_host_last)), "cpu"))
-    candidates = [backend for backend in map(_usable, order) if backend and backend.can_export_state(state_tensors)]
-    return _first_accepted(candidates, accepted or (TORCH_IPC_BACKEND,))
+    order = _AUTOMATIC_ORDER["cuda" if "cuda" in device_types else "cpu"]
+    others = [name for name in accepted if name not in _BUILT_IN]
+    candidates = _all_usable([*order, *others])
+    exportable = [backend for backend in candidates if backend.can_export_state(state_tensors)]
+    for backend in exportable:
+        if backend.name in accepted:
+            return backend()
+    raise BackendNotAccepted(accepted=list(accepted), exportable=[backend.name for backend in exportable])
 
 
-def choose_for_device(device: str, requested: Sequence[str] = ()) -> type[WeightCacheTransportBackend]:
-    """The best of the `requested` backends (none: of all) for a state still to be loaded onto `device`.
+def choose_for_device(device: str, requested: str = "auto") -> WeightCacheTransportBackend:
+    """A new daemon's half for a state still to be loaded onto `device`, a torch device such as ``cuda:1``.
 
-    `device` is a torch device such as ``cpu`` or ``cuda:1``.  Where one backend alone is
-    requested, it is that one or an error: UnknownBackend, BackendUnavailable.  Raises
-    BackendNotAccepted where none of several can carry the device.
+    ``auto`` is the best that works here; a backend asked for by name is that one or an error.
+    Raises UnknownBackend, BackendUnavailable.
     """
     device_type = device.partition(":")[0]
-    if len(requested) == 1:
-        backend = get_transport_backend_class(requested[0])
+    if requested != "auto":
+        backend = get_transport_backend_class(requested)
         if device_type not in backend.capabilities.devices:
-            raise BackendUnavailable(
-                name=backend.name,
-                reason=f"it carries {', '.join(sorted(backend.capabilities.devices))} tensors, not {device_type}",
-            )
-        return backend
-    unknown = [name for name in requested if name not in known_backends()]
-    if unknown:
-        raise UnknownBackend(name=unknown[0], known=known_backends())
-    candidates = [
-        backend
-        for backend in map(_usable, _order(device_type))
-        if backend and device_type in backend.capabilities.devices
-    ]
-    return _first_accepted(candidates, requested or known_backends())
+            carried = ", ".join(sorted(backend.capabilities.devices))
+            raise BackendUnavailable(name=requested, reason=f"it carries {carried} tensors, not {device_type}")
+        return backend()
+    order = _AUTOMATIC_ORDER.get(device_type, known_backends())
+    for backend in _all_usable(order):
+        if device_type in backend.capabilities.devices:
+            return backend()
+    raise BackendUnavailable(name="auto", reason=f"none of {', '.join(order)} works here for {device_type} tensors")
 
 
-def _first_accepted(
-    candidates: Sequence[type[WeightCacheTransportBackend]], accepted: Sequence[str]
-) -> type[WeightCacheTransportBackend]:
-    for backend in candidates:
-        if backend.name in accepted:
-            return backend
-    raise BackendNotAccepted(accepted=list(accepted), exportable=[backend.name for backend in candidates])
-
-
-def _host_last(device_type: str) -> tuple[bool, str]:
-    return device_type == "cpu", device_type
-
-
-def _order(device_type: str) -> list[str]:
-    automatic = _AUTOMATIC_ORDER.get(device_type, ())
-    return [*automatic, *(name for name in known_backends() if name not in _BUILT_IN)]
+def _all_usable(names: Iterable[str]) -> list[type[WeightCacheTransportBackend]]:
+    return [backend for backend in map(_usable, names) if backend is not None]
 
 
 def _usable(name: str) -> type[WeightCacheTransportBackend] | None:
     try:
         return get_transport_backend_class(name)
-    except BackendUnavailable:
+    except (UnknownBackend, BackendUnavailable):
         return None
 
 
@@ -158,5 +146,7 @@ def _load(name: str) -> type[WeightCacheTransportBackend]:
 
 
 @functools.cache
-def _entry_points() -> dict[str, EntryPoint]:
+def _entry_points() -> "dict[str, EntryPoint]":
+    from importlib.metadata import entry_points  # 40 ms of imports.
+
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}

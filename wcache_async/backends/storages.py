@@ -114,7 +114,7 @@ def _region(tensors: "list[torch.Tensor]") -> StorageRegion:
 
 
 def _address(tensor: "torch.Tensor") -> int:
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _extent(tensor: "torch.Tensor") -> int:
