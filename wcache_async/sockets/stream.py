@@ -49,9 +49,9 @@ from wcache_async.protocol.framing import MAX_FDS_PER_MESSAGE
 from wcache_async.protocol.messages import Message
 from wcache_async.sockets.fds import OwnedFd, own_received
 from wcache_async.sockets.outgoing import Outgoing
-from wcache_async.sockets.peer import peer_credentials
+from wcache_async.sockets.peer import PeerCredentials, peer_credentials
 
-__all__ = ["FdStream"]
+__all__ = ["FdStream", "PeerCredentials"]
 
 _SCRATCH_NBYTES: Final = 64 << 10
 _CALLS_PER_WAKEUP: Final = 4
@@ -94,7 +94,7 @@ class FdStream:
         max_queued_events: int = 64,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.peer = peer_credentials(sock)
+        self.peer: PeerCredentials = peer_credentials(sock)
         sock.setblocking(False)
         self._sock = sock
         # An int, not the socket: uvloop keeps a registered socket object's fd open past its close().
