@@ -1,1 +1,1 @@
-
+"""The side that attaches: one connection, the states fetched over it, and their tensors in a module."""

@@ -1,0 +1,229 @@
+"""The same verbs for code with no event loop: each call blocks until its answer is here.
+
+One loop in one daemon thread serves every blocking client of the process; connections, and
+so leases, live on it between calls.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import uvloop
+
+from wcache_async.backends.base import MappingMode
+from wcache_async.client import client as asynchronous
+from wcache_async.client.fetch import FetchedState
+from wcache_async.client.session import Progress
+from wcache_async.errors import Scalar
+from wcache_async.manifest import Config, StateManifest
+from wcache_async.protocol.messages import StateStatus, StatusResponse, UnloadResponse
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Client", "State", "fetch_state", "load", "status", "stop", "unload"]
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_pid = 0
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it on the background loop.  A KeyboardInterrupt here cancels it there."""
+    global _loop, _loop_pid
+    with _lock:
+        # A forked child inherits the loop object but not its thread.
+        if _loop is None or _loop_pid != os.getpid():
+            _loop = uvloop.new_event_loop()
+            _loop_pid = os.getpid()
+            threading.Thread(target=_loop.run_forever, name="wcache-blocking", daemon=True).start()
+        loop = _loop
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+class State:
+    """A fetched state; see `wcache_async.client.fetch.FetchedState`.  A context manager that releases it."""
+
+    def __init__(self, state: FetchedState, owner: asynchronous.Client | None) -> None:
+        self._state = state
+        self._owner = owner
+        self.name = state.name
+        self.rank = state.rank
+        self.generation = state.generation
+        self.config: Config = state.config
+        self.manifest: StateManifest = state.manifest
+        self.transport_backend = state.transport_backend
+        self.resident_bytes = state.resident_bytes
+        self.daemon_pid = state.daemon_pid
+
+    def import_tensors(self) -> "dict[str, torch.Tensor]":
+        """Every tensor by name, aliases included; nothing is copied."""
+        return self._state.backend.import_tensors()
+
+    def import_tensor(self, name: str) -> "torch.Tensor":
+        """One tensor by its name or alias.  Raises KeyError."""
+        return _run(self._state.import_tensor(name))
+
+    def bind(self, module: "nn.Module", *, strict: bool = True) -> None:
+        """Put the tensors into `module`; all or nothing.  Raises BindError."""
+        from wcache_async.client.bind import bind
+
+        bind(module, self.import_tensors(), self.manifest, self._state.backend, strict=strict)
+
+    def release(self) -> None:
+        """Give up the lease; tensors already imported stay valid."""
+        _run(self._state.release())
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            _run(owner.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Client:
+    """A connection to a daemon; arguments and verbs as `wcache_async.Client`'s.  A context manager."""
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str] | None = None,
+        *,
+        backends: Sequence[str] | None = None,
+        connect_timeout: float = 10.0,
+        name: str = "",
+    ) -> None:
+        self._client = asynchronous.Client(socket_path, backends=backends, connect_timeout=connect_timeout, name=name)
+
+    def __enter__(self) -> Self:
+        _run(self._client.connect())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect, which ends every lease."""
+        _run(self._client.close())
+
+    def fetch_state(
+        self,
+        name: str,
+        *,
+        rank: int = 0,
+        expect: Mapping[str, Scalar] | None = None,
+        timeout: float | None = None,
+        backends: Sequence[str] | None = None,
+        mapping: MappingMode = "private",
+        progress: Progress | None = None,
+    ) -> State:
+        """Attach to a state; see `wcache_async.Client.fetch_state`."""
+        fetched = self._client.fetch_state(
+            name, rank=rank, expect=expect, timeout=timeout, backends=backends, mapping=mapping, progress=progress
+        )
+        return State(_run(fetched), None)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        name: str,
+        *,
+        rank: int = 0,
+        source: str = "auto",
+        dtype: str = "",
+        backend: str = "auto",
+        config: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        wait: bool = True,
+        progress: Progress | None = None,
+    ) -> StateStatus:
+        """Have the daemon load a checkpoint; see `wcache_async.Client.load`."""
+        return _run(
+            self._client.load(
+                path,
+                name,
+                rank=rank,
+                source=source,
+                dtype=dtype,
+                backend=backend,
+                config=config,
+                replace=replace,
+                wait=wait,
+                progress=progress,
+            )
+        )
+
+    def unload(self, name: str, *, rank: int | None = None) -> UnloadResponse:
+        """Have the daemon forget a state; holders keep their memory."""
+        return _run(self._client.unload(name, rank=rank))
+
+    def status(self) -> StatusResponse:
+        """What the daemon is and holds."""
+        return _run(self._client.status())
+
+    def stop(self) -> int:
+        """Have the daemon shut down; returns its pid."""
+        return _run(self._client.stop())
+
+
+def fetch_state(
+    name: str,
+    *,
+    socket_path: str | os.PathLike[str] | None = None,
+    rank: int = 0,
+    expect: Mapping[str, Scalar] | None = None,
+    timeout: float | None = None,
+    backends: Sequence[str] | None = None,
+    mapping: MappingMode = "private",
+    progress: Progress | None = None,
+) -> State:
+    """Attach to a state over a connection of its own, which lives until `State.release`."""
+    client = asynchronous.Client(socket_path, backends=backends)
+
+    async def attach() -> FetchedState:
+        await client.connect()
+        try:
+            return await client.fetch_state(
+                name, rank=rank, expect=expect, timeout=timeout, mapping=mapping, progress=progress
+            )
+        except BaseException:
+            await client.close()
+            raise
+
+    return State(_run(attach()), client)
+
+
+def status(socket_path: str | os.PathLike[str] | None = None) -> StatusResponse:
+    """What the daemon is and holds."""
+    with Client(socket_path) as client:
+        return client.status()
+
+
+def load(path: str | os.PathLike[str], name: str, *, socket_path: str | os.PathLike[str] | None = None) -> StateStatus:
+    """Have the daemon load a checkpoint under `name`, and wait until it is READY."""
+    with Client(socket_path) as client:
+        return client.load(path, name)
+
+
+def unload(name: str, *, socket_path: str | os.PathLike[str] | None = None, rank: int | None = None) -> UnloadResponse:
+    """Have the daemon forget a state."""
+    with Client(socket_path) as client:
+        return client.unload(name, rank=rank)
+
+
+def stop(socket_path: str | os.PathLike[str] | None = None) -> int:
+    """Have the daemon shut down; returns its pid."""
+    with Client(socket_path) as client:
+        return client.stop()

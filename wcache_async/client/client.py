@@ -1,0 +1,160 @@
+"""The verbs of a client: fetch a state, and ask the daemon to load, unload, report, stop."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Self, TypeVar
+
+from wcache_async.backends.base import ImportOptions, MappingMode
+from wcache_async.backends.registry import usable_backends
+from wcache_async.client.fetch import FetchedState
+from wcache_async.client.session import Progress, Session
+from wcache_async.errors import ClientClosed, Scalar
+from wcache_async.protocol.messages import (
+    FetchState,
+    FetchStateResponse,
+    Load,
+    LoadResponse,
+    Message,
+    StateStatus,
+    Status,
+    StatusResponse,
+    Stop,
+    StopResponse,
+    Unload,
+    UnloadResponse,
+)
+from wcache_async.sockets.address import default_socket_path
+
+__all__ = ["Client"]
+
+M = TypeVar("M", bound=Message)
+
+
+class Client:
+    """A connection to the daemon on `socket_path` (None: the default address).
+
+    An asynchronous context manager; the leases of every state fetched through it end with
+    it.  `backends` are the transports to accept, best first (None: all that work in this
+    process).  `connect_timeout` is in seconds.
+
+    Entering raises NotRunning, PeerNotAllowed, AddressError; what the daemon has against
+    this client (its protocol version, say) is raised by the first request.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str] | None = None,
+        *,
+        backends: Sequence[str] | None = None,
+        connect_timeout: float = 10.0,
+        name: str = "",
+    ) -> None:
+        self.socket_path = os.fspath(socket_path) if socket_path is not None else default_socket_path()
+        self.connect_timeout = connect_timeout
+        self.name = name or f"pid {os.getpid()}"
+        self._backends = None if backends is None else tuple(backends)
+        self._session: Session | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        """Connect; does nothing while connected."""
+        if self._session is None or self._session.ended.done():
+            backends = tuple(usable_backends()) if self._backends is None else self._backends
+            self._session = await Session.open(
+                self.socket_path, backends=backends, client=self.name, timeout=self.connect_timeout
+            )
+
+    async def close(self) -> None:
+        """Disconnect, which ends every lease; tensors imported through shm_fd or vmm_fd stay valid."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def fetch_state(
+        self,
+        name: str,
+        *,
+        rank: int = 0,
+        expect: Mapping[str, Scalar] | None = None,
+        timeout: float | None = None,
+        backends: Sequence[str] | None = None,
+        mapping: MappingMode = "private",
+        progress: Progress | None = None,
+    ) -> FetchedState:
+        """Attach to a state, waiting up to `timeout` seconds (None: without end) while it is LOADING.
+
+        `expect` is compared field by field with the state's config; `progress` is called with
+        bytes done and in all while it loads; `mapping` is explained at ImportOptions.  Raises
+        StateNotFound, StateFailed, ConfigMismatch, BackendNotAccepted, LoadingTimeout, Draining, DaemonLost.
+        """
+        session = self._open_session()
+        request = FetchState(
+            name=name,
+            rank=rank,
+            expect=dict(expect or {}),
+            timeout=timeout,
+            backends=None if backends is None else tuple(backends),
+            progress=progress is not None,
+        )
+        response, answer = await session.request(request, FetchStateResponse, progress)
+        return await FetchedState.attach(session, response, answer, ImportOptions(mapping=mapping))
+
+    async def load(
+        self,
+        path: str | os.PathLike[str],
+        name: str,
+        *,
+        rank: int = 0,
+        source: str = "auto",
+        dtype: str = "",
+        backend: str = "auto",
+        config: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        wait: bool = True,
+        progress: Progress | None = None,
+    ) -> StateStatus:
+        """Have the daemon load a checkpoint; returns once it is READY, or at once without `wait`.
+
+        Raises StateExists, SourceError, InsufficientMemory, BackendUnavailable.
+        """
+        request = Load(
+            path=os.path.abspath(path),  # noqa: ASYNC240 - arithmetic on strings, no file is touched
+            name=name,
+            rank=rank,
+            source=source,
+            dtype=dtype,
+            backend=backend,
+            config=dict(config or {}),
+            replace=replace,
+            wait=wait,
+            progress=progress is not None,
+        )
+        return (await self._request(request, LoadResponse, progress)).state
+
+    async def unload(self, name: str, *, rank: int | None = None) -> UnloadResponse:
+        """Have the daemon forget a state (every rank without `rank`); holders keep their memory."""
+        return await self._request(Unload(name=name, rank=rank), UnloadResponse)
+
+    async def status(self) -> StatusResponse:
+        """What the daemon is and holds."""
+        return await self._request(Status(), StatusResponse)
+
+    async def stop(self) -> int:
+        """Have the daemon shut down as SIGTERM does; returns its pid."""
+        return (await self._request(Stop(), StopResponse)).pid
+
+    def _open_session(self) -> Session:
+        if self._session is None:
+            raise ClientClosed
+        return self._session
+
+    async def _request(self, message: Message, expected: type[M], progress: Progress | None = None) -> M:
+        response, answer = await self._open_session().request(message, expected, progress)
+        answer.close()
+        return response

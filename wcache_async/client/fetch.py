@@ -1,0 +1,166 @@
+"""One fetched state: what it is, its tensors, and the lease that holds it."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING
+
+from wcache_async.backends.base import ImportOptions, WeightCacheTransportBackend
+from wcache_async.backends.collector import collector_held
+from wcache_async.backends.memfd import read_memfd
+from wcache_async.backends.registry import get_client_transport_backend
+from wcache_async.client.session import Answer, Session
+from wcache_async.errors import DaemonLost, FdsTruncated, FdsUndeclared, InvalidManifest, StateReleased
+from wcache_async.manifest import Config, StateManifest, decode_manifest
+from wcache_async.protocol.connection import MAX_RESPONSE_NBYTES
+from wcache_async.protocol.messages import FetchStateResponse
+from wcache_async.sockets.fds import OwnedFd
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["FetchedState"]
+
+
+class _Fds:
+    """The fds of one answer, handed out in order (a backend's ResponseReceiver)."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._expected = 0
+
+    def take_fds(self, count: int) -> list[OwnedFd]:
+        self._expected += count
+        fds = self._answer.fds
+        if len(fds) < count:
+            raise FdsTruncated(expected=self._expected, got=self._expected - count + len(fds))
+        taken, self._answer.fds = fds[:count], fds[count:]
+        return taken
+
+    def finish(self) -> None:
+        """Raises FdsUndeclared where the response came with more fds than its parts announce."""
+        left = len(self._answer.fds)
+        if left:
+            raise FdsUndeclared(expected=self._expected, got=self._expected + left)
+
+
+class FetchedState:
+    """A state attached to this process, and a lease on it until `release` or the client's end.
+
+    Tensors already imported stay valid after both: their memory lives as long as they do
+    (on backends whose capabilities say `survives_daemon_exit`).
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        response: FetchStateResponse,
+        manifest: StateManifest,
+        backend: WeightCacheTransportBackend,
+    ) -> None:
+        self._session = session
+        self._backend: WeightCacheTransportBackend | None = backend
+        self.name = response.name
+        self.rank = response.rank
+        self.generation = response.generation
+        self.config: Config = response.config
+        self.manifest = manifest
+        self.transport_backend = backend.name
+        self.resident_bytes = response.resident_bytes
+        """Bytes the state keeps resident, once for all that attach."""
+        self.manifest_nbytes = response.manifest_nbytes
+        self.daemon_pid = session.daemon_pid
+        self._lease = response.lease
+        self._survives = backend.capabilities.survives_daemon_exit
+
+    @classmethod
+    async def attach(
+        cls, session: Session, response: FetchStateResponse, answer: Answer, options: ImportOptions
+    ) -> "FetchedState":
+        """Open what the response announced; on any error nothing stays open and the lease is given back.
+
+        Raises InvalidManifest, FdsTruncated, FdsUndeclared, UnknownBackend, BackendUnavailable.
+        """
+        backend: WeightCacheTransportBackend | None = None
+        try:
+            backend = get_client_transport_backend(response.transport_backend, options)
+            fds = _Fds(answer)
+            manifest = await _receive_manifest(response, fds)
+            await backend.recv_fetch_state_response(fds, response, manifest)
+            fds.finish()
+        except BaseException:
+            answer.close()
+            if backend is not None:
+                backend.close()
+            session.release(response.lease)
+            raise
+        return cls(session, response, manifest, backend)
+
+    @property
+    def backend(self) -> WeightCacheTransportBackend:
+        """The client's half of the transport.  Raises StateReleased, or DaemonLost where that ends it."""
+        if self._backend is None:
+            raise StateReleased(name=self.name, rank=self.rank)
+        if self._session.ended.done() and not self._survives:
+            raise DaemonLost(
+                socket=self._session.socket_path,
+                reason=f"{self.transport_backend} memory does not outlive the daemon",
+            )
+        return self._backend
+
+    @property
+    def lost(self) -> Awaitable[None]:
+        """Completes once the connection that holds the lease is gone."""
+        return asyncio.shield(self._session.ended)
+
+    async def import_tensors(self) -> "dict[str, torch.Tensor]":
+        """Every tensor by name, aliases included, as views of the shared arenas; nothing is copied."""
+        return await asyncio.to_thread(self.backend.import_tensors)
+
+    async def import_tensor(self, name: str) -> "torch.Tensor":
+        """One tensor by its name or alias.  Raises KeyError."""
+        backend = self.backend
+        target = self.manifest.aliases.get(name, name)
+        for entry in self.manifest.tensors:
+            if entry.name == target:
+                return await asyncio.to_thread(backend.import_tensor, entry)
+        raise KeyError(name)
+
+    async def bind(self, module: "nn.Module", *, strict: bool = True) -> None:
+        """Put the state's tensors into `module`, on meta or materialised, in place of its own.
+
+        All or nothing.  With `strict` every name must match; without, tensors the module does
+        not have are left out, and a materialised module keeps what the state does not have.
+        Raises BindError with the module unchanged.
+        """
+        from wcache_async.client.bind import bind
+
+        tensors = await self.import_tensors()
+        # On the loop's thread: a module is its user's, and must not change under them from another.
+        bind(module, tensors, self.manifest, self.backend, strict=strict)
+
+    async def release(self) -> None:
+        """Give up the lease; tensors already imported stay valid.  Further calls do nothing."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            self._session.release(self._lease)
+            backend.close()
+
+
+async def _receive_manifest(response: FetchStateResponse, fds: _Fds) -> StateManifest:
+    if response.manifest is not None:
+        return _decode(response.manifest)
+    if response.manifest_nbytes > MAX_RESPONSE_NBYTES:
+        raise InvalidManifest(tensor="", reason=f"{response.manifest_nbytes} bytes, over {MAX_RESPONSE_NBYTES}")
+    (fd,) = fds.take_fds(1)
+    return await asyncio.to_thread(_read_manifest, fd, response.manifest_nbytes)
+
+
+def _read_manifest(fd: OwnedFd, nbytes: int) -> StateManifest:
+    with fd:
+        return _decode(read_memfd(fd, nbytes, "the manifest"))
+
+
+def _decode(body: bytes) -> StateManifest:
+    with collector_held():
+        return decode_manifest(body)

@@ -1,0 +1,208 @@
+"""One connection to a daemon, shared by any number of requests at once.
+
+A reader task takes every event off the stream and leaves it with the request it answers; the
+future a request waits on only signals, so that a cancelled request loses nothing: a response
+that comes too late has its fds closed, and its lease given back.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from wcache_async.errors import (
+    ClientClosed,
+    DaemonLost,
+    ProtocolError,
+    UnexpectedMessage,
+    WeightCacheError,
+)
+from wcache_async.protocol.connection import Connection, EndOfStream, Received, Role, Violation
+from wcache_async.protocol.messages import (
+    PROTOCOL_VERSIONS,
+    ErrorResponse,
+    FetchStateResponse,
+    Hello,
+    LoadProgress,
+    Message,
+    Release,
+    Welcome,
+    type_of,
+)
+from wcache_async.sockets.fds import OwnedFd
+from wcache_async.sockets.listen import connect
+from wcache_async.sockets.stream import FdStream
+
+__all__ = ["Answer", "Progress", "Session"]
+
+logger = logging.getLogger("wcache_async.client")
+
+M = TypeVar("M", bound=Message)
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all while a state is LOADING."""
+
+
+class Answer:
+    """What one request got: its response, and the fds that came with it until they are taken."""
+
+    __slots__ = ("_wake", "error", "fds", "message", "progress")
+
+    def __init__(self, wake: "asyncio.Future[None]", progress: Progress | None) -> None:
+        self._wake = wake
+        self.progress = progress
+        self.message: Message | None = None
+        self.fds: list[OwnedFd] = []
+        self.error: WeightCacheError | None = None
+
+    def settle(self) -> None:
+        if not self._wake.done():
+            self._wake.set_result(None)
+
+    async def settled(self) -> None:
+        await self._wake
+
+    def close(self) -> None:
+        """Close the fds nobody took."""
+        for fd in self.fds:
+            fd.close()
+        self.fds.clear()
+
+
+class Session:
+    """A connection after the handshake's first half: `open` it, send requests, `close` it."""
+
+    def __init__(self, stream: FdStream, socket_path: str) -> None:
+        self.socket_path = socket_path
+        self.welcome: Welcome | None = None
+        """Who the daemon is; None until its first answer."""
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        """Done once the connection is gone, whoever ended it."""
+        self._stream = stream
+        self._last_id = 0
+        self._answers: dict[int, Answer] = {}
+        self._error: WeightCacheError | None = None
+        self._reader = loop.create_task(self._read(), name="wcache-client-reader")
+
+    @classmethod
+    async def open(cls, socket_path: str, *, backends: tuple[str, ...], client: str, timeout: float) -> "Session":
+        """Connect and say hello, without waiting for the answer: the first request may follow at once.
+
+        Raises NotRunning, PeerNotAllowed, AddressError.
+        """
+        sock = await connect(socket_path, timeout)
+        stream = FdStream(sock, Connection(Role.CLIENT))
+        try:
+            hello = Hello(versions=PROTOCOL_VERSIONS, client=client, pid=os.getpid(), backends=backends)
+            stream.send(0, hello)
+        except BaseException:
+            stream.close()
+            raise
+        return cls(stream, socket_path)
+
+    @property
+    def daemon_pid(self) -> int:
+        """The kernel's word for who is at the other end (SO_PEERCRED); 0 across PID namespaces."""
+        return self._stream.peer.pid
+
+    async def request(self, message: Message, expected: type[M], progress: Progress | None = None) -> tuple[M, Answer]:
+        """Send a request and wait for its response.
+
+        Raises the daemon's error, DaemonLost, ClientClosed, ProtocolError.  The caller closes
+        the Answer, or takes its fds.
+        """
+        if self._error is not None:
+            raise self._error
+        self._last_id += 1
+        request_id = self._last_id
+        answer = Answer(asyncio.get_running_loop().create_future(), progress)
+        self._answers[request_id] = answer
+        try:
+            self._stream.send(request_id, message)
+            await answer.settled()
+            if answer.error is not None:
+                raise answer.error
+            if not isinstance(answer.message, expected):
+                got = "nothing" if answer.message is None else type_of(answer.message)
+                raise UnexpectedMessage(type=got, expected=expected.__name__)
+            return answer.message, answer
+        except BaseException:
+            self._answers.pop(request_id, None)
+            self._dispose(answer)
+            raise
+
+    async def close(self) -> None:
+        """End the connection, and with it every lease; further calls do nothing."""
+        self._end(ClientClosed())
+        self._reader.cancel()
+        await asyncio.wait((self._reader,))
+
+    # ----------------------------------------------------------------------------- reading
+    async def _read(self) -> None:
+        try:
+            while True:
+                match await self._stream.receive():
+                    case Received(request_id, message, fds):
+                        self._take(request_id, message, list(fds))
+                    case Violation(error=error, fds=fds):
+                        for fd in fds:
+                            fd.close()
+                        return self._end(error)
+                    case EndOfStream():
+                        return self._end(DaemonLost(socket=self.socket_path, reason="it closed the connection"))
+        except WeightCacheError as error:
+            self._end(
+                error if isinstance(error, ProtocolError) else DaemonLost(socket=self.socket_path, reason=error.message)
+            )
+
+    def _take(self, request_id: int, message: Message, fds: list[OwnedFd]) -> None:
+        if isinstance(message, Welcome):
+            self.welcome = message
+            return None
+        answer = self._answers.get(request_id)
+        if isinstance(message, LoadProgress):
+            if answer is not None and answer.progress is not None:
+                answer.progress(message.bytes_done, message.bytes_total)
+            return None
+        if isinstance(message, ErrorResponse):
+            for fd in fds:
+                fd.close()
+            if answer is None:
+                # Not about one request: the daemon says why it is about to hang up.
+                return self._end(message.to_error()) if request_id == 0 else None
+            answer.error = message.to_error()
+        elif answer is None:
+            late = Answer(asyncio.get_running_loop().create_future(), None)
+            late.message, late.fds = message, fds
+            return self._dispose(late)
+        else:
+            answer.message, answer.fds = message, fds
+        del self._answers[request_id]
+        answer.settle()
+        return None
+
+    def _dispose(self, answer: Answer) -> None:
+        """A response nobody waits for any more."""
+        answer.close()
+        if isinstance(answer.message, FetchStateResponse) and self._error is None:
+            self.release(answer.message.lease)
+
+    def release(self, lease: int) -> None:
+        """Give a lease back without waiting for the answer; does nothing once the connection is gone."""
+        if self._error is None:
+            self._last_id += 1
+            self._stream.send(self._last_id, Release(lease=lease))
+
+    def _end(self, error: WeightCacheError) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        self._stream.close()
+        for answer in self._answers.values():
+            answer.error = error
+            answer.settle()
+        self._answers.clear()
+        if not self.ended.done():
+            self.ended.set_result(None)

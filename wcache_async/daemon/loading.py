@@ -1,0 +1,142 @@
+"""Reads one source into one backend's arenas, and what comes of it: an export.  Runs in threads.
+
+The storages of a state are read by several threads, each taking the next one.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from wcache_async.backends.base import ResponseSender, StateWriter, WeightCacheTransportBackend
+from wcache_async.backends.memfd import sealed_memfd
+from wcache_async.daemon.states import Generation
+from wcache_async.errors import SourceError, WeightCacheError
+from wcache_async.manifest import Config, StateManifest, StateSpec, encode_manifest
+from wcache_async.protocol.messages import FetchStateResponse
+from wcache_async.sockets.fds import OwnedFd
+from wcache_async.sources.base import Source
+
+__all__ = ["INLINE_MANIFEST_NBYTES", "Export", "Load", "LoadCancelled", "Loaded", "run_load"]
+
+logger = logging.getLogger("wcache_async.daemon")
+
+INLINE_MANIFEST_NBYTES = 32 << 10
+"""A larger manifest travels as a sealed memfd, so that a fetch costs the same at any tensor count."""
+
+
+@dataclass(slots=True)
+class Export:
+    """One generation ready to be sent: its backend, and its manifest encoded once."""
+
+    backend: WeightCacheTransportBackend
+    manifest: bytes | None
+    manifest_fd: OwnedFd | None
+    manifest_nbytes: int
+
+    async def send(self, sender: ResponseSender, generation: Generation, lease: int) -> None:
+        """Send the state, and count on `sender` to close every fd given to it."""
+        response = FetchStateResponse(
+            name=generation.key.name,
+            rank=generation.key.rank,
+            generation=generation.number,
+            lease=lease,
+            config=generation.config,
+            manifest=self.manifest,
+            manifest_nbytes=self.manifest_nbytes,
+        )
+        fds = [] if self.manifest_fd is None else [self.manifest_fd.duplicate()]
+        await self.backend.send_fetch_state_response(sender, response, fds)
+
+    def close(self) -> None:
+        """Give up everything; blocks while the kernel frees it."""
+        self.backend.close()
+        if self.manifest_fd is not None:
+            self.manifest_fd.close()
+
+
+class LoadCancelled(Exception):
+    """Raised out of a read when its load is no longer wanted."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One load under way; threads write its counters, the loop reads them."""
+
+    generation: Generation
+    open_source: Callable[[], Source]
+    cancelled: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    def advance(self, nbytes: int) -> None:
+        if self.cancelled:
+            raise LoadCancelled
+        # Several threads add here; a lost update would only dent a progress bar, and
+        # `ready` sets the final figure.
+        self.generation.bytes_done += nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that ended well."""
+
+    export: Export
+    manifest: StateManifest
+    config: Config
+
+
+def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, threads: int) -> Loaded:
+    """Load it all.  Raises SourceError, InsufficientMemory, LoadCancelled, with everything given back."""
+    path = load.generation.source
+    try:
+        with load.open_source() as source:
+            spec = source.open()
+            load.generation.bytes_total = spec.nbytes
+            load.advance(0)
+            writer = backend.begin_export(spec, device=device)
+            try:
+                _fill(spec, source, load, threads, writer)
+                load.advance(0)
+                manifest = writer.finish()
+            finally:
+                writer.abort()
+            body = encode_manifest(manifest)
+            large = len(body) > INLINE_MANIFEST_NBYTES
+            manifest_fd = sealed_memfd("wcache-manifest", body) if large else None
+            config = source.config()
+    except (WeightCacheError, LoadCancelled):
+        backend.close()
+        raise
+    except Exception as error:
+        # Whatever a checkpoint makes a reader do, the state FAILS with it and the daemon stays up.
+        backend.close()
+        if not isinstance(error, OSError | MemoryError):
+            logger.exception("loading %s failed unexpectedly", path)
+        raise SourceError(path=path, reason=f"{type(error).__name__}: {error}") from error
+    load.generation.bytes_done = spec.nbytes
+    return Loaded(Export(backend, None if large else body, manifest_fd, len(body)), manifest, config)
+
+
+def _fill(spec: StateSpec, source: Source, load: Load, threads: int, writer: StateWriter) -> None:
+    """Read every storage, by several threads that each take the next one; the first error stops all."""
+    numbers = iter(range(len(spec.storages)))
+    failed = False
+
+    def worker() -> None:
+        nonlocal failed
+        # next() on a shared iterator is atomic under the GIL.
+        for number in numbers:
+            if failed:
+                return
+            try:
+                with writer.storage(number) as into:
+                    source.read(number, into, load.advance)
+            except BaseException:
+                failed = True
+                raise
+
+    threads = min(threads, len(spec.storages)) or 1
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="wcache-read") as pool:
+        for future in [pool.submit(worker) for _ in range(threads)]:
+            future.result()

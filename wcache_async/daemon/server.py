@@ -1,0 +1,376 @@
+"""Sessions: one task per connection that reads requests and answers them.
+
+A session never makes another wait: what is READY is answered at once, what must wait for a
+load waits in a task of its own, and every write has a deadline.  Whatever goes wrong is told
+to the peer as an ErrorResponse where it can still hear it.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from wcache_async.daemon.exporter import Exporter, Progress
+from wcache_async.daemon.states import StateKey
+from wcache_async.daemon.status import describe, describe_all
+from wcache_async.errors import (
+    Draining,
+    InvalidRequest,
+    PeerNotAllowed,
+    PeerTimeout,
+    ProtocolError,
+    TooManyClients,
+    TooManyRequests,
+    UnexpectedMessage,
+    WeightCacheError,
+)
+from wcache_async.protocol.connection import Connection, EndOfStream, Received, Role, Violation
+from wcache_async.protocol.messages import (
+    ErrorResponse,
+    FetchState,
+    FetchStateResponse,
+    Hello,
+    Limits,
+    Load,
+    LoadProgress,
+    LoadResponse,
+    Message,
+    Release,
+    ReleaseResponse,
+    Status,
+    StatusResponse,
+    Stop,
+    StopResponse,
+    Unload,
+    UnloadResponse,
+    Welcome,
+    type_of,
+)
+from wcache_async.sockets.fds import OwnedFd
+from wcache_async.sockets.listen import refuse
+from wcache_async.sockets.peer import PeerCredentials, check_peer
+from wcache_async.sockets.stream import FdStream
+from wcache_async.sources import open_source
+
+__all__ = ["Server", "ServerLimits"]
+
+logger = logging.getLogger("wcache_async.daemon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """What one daemon takes; times in seconds, sizes in bytes."""
+
+    max_clients: int = 1024
+    max_request_bytes: int = 64 << 10
+    max_requests_in_flight: int = 64
+    handshake_timeout: float = 10.0
+    write_timeout: float = 30.0
+    farewell_timeout: float = 2.0
+    """For a peer to read the error it is dropped with."""
+
+
+class Server:
+    """Every session of one daemon.  Belongs to one event loop."""
+
+    def __init__(
+        self, exporter: Exporter, *, socket_path: str, version: str, instance: str, limits: ServerLimits
+    ) -> None:
+        self.exporter = exporter
+        self.socket_path = socket_path
+        self.version = version
+        self.instance = instance
+        self.limits = limits
+        self.draining = False
+        self.stop_requested = asyncio.Event()
+        self._started = time.monotonic()
+        self._sessions: dict[int, asyncio.Task[None]] = {}
+        self._last = 0
+        self._busy = 0  # requests being answered, over all sessions
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def clients(self) -> int:
+        """Connections being served."""
+        return len(self._sessions)
+
+    def accept(self, sock: socket.socket, peer: PeerCredentials) -> None:
+        """Serve a new connection, or tell it why not.  Not a byte of it has been read yet."""
+        try:
+            check_peer(peer)
+        except PeerNotAllowed as error:
+            return refuse(sock, error)
+        if self.clients >= self.limits.max_clients:
+            return refuse(sock, TooManyClients(limit=self.limits.max_clients))
+        self._last += 1
+        stream = self._stream(sock)
+        session = Session(self, stream, self._last)
+        task = asyncio.get_running_loop().create_task(session.run(), name=f"wcache-session-{self._last}")
+        self._sessions[self._last] = task
+        task.add_done_callback(partial(self._session_ended, self._last))
+        return None
+
+    def _session_ended(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._sessions[number]
+
+    def refuse_for_lack_of_fds(self, sock: socket.socket) -> None:
+        """Turn away a connection that was accepted on the last fd there was."""
+        refuse(sock, TooManyClients(limit=self.clients))
+
+    async def farewell(self, stream: FdStream, error: WeightCacheError | None = None) -> None:
+        """Send a last error, if any, give the peer a moment to read it, and close."""
+        try:
+            if error is not None:
+                stream.send(0, ErrorResponse.of(error))
+            await stream.close_after_flush(self.limits.farewell_timeout)
+        except WeightCacheError:
+            pass  # The peer is gone, or read nothing: nobody is left to tell.
+        finally:
+            stream.close()
+
+    def _stream(self, sock: socket.socket) -> FdStream:
+        return FdStream(sock, Connection(Role.DAEMON, max_request=self.limits.max_request_bytes))
+
+    def status(self) -> StatusResponse:
+        """The daemon as it is now."""
+        return StatusResponse(
+            version=self.version,
+            pid=os.getpid(),
+            socket=self.socket_path,
+            uptime_s=time.monotonic() - self._started,
+            clients=self.clients,
+            states=describe_all(self.exporter.table),
+            draining=self.draining,
+        )
+
+    def request_begun(self) -> None:
+        self._busy += 1
+        self._idle.clear()
+
+    def request_ended(self) -> None:
+        self._busy -= 1
+        if not self._busy:
+            self._idle.set()
+
+    def hurry(self) -> None:
+        """End a drain without waiting for running requests."""
+        self._idle.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Take no new requests, let running ones end within `timeout` seconds, then hang up on everyone."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d requests were still running when the drain timeout ended", self._busy)
+        tasks = list(self._sessions.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+@dataclass(slots=True)
+class _Reply:
+    """Where the one response to a request goes."""
+
+    stream: FdStream
+    request_id: int
+    timeout: float
+
+    async def send(self, response: FetchStateResponse, fds: Sequence[OwnedFd]) -> None:
+        self.stream.send(self.request_id, response, fds)
+        await self.stream.drain(self.timeout)
+
+
+class Session:
+    """One connection, from its first byte to its last lease."""
+
+    def __init__(self, server: Server, stream: FdStream, number: int) -> None:
+        self.server = server
+        self.exporter = server.exporter
+        self.stream = stream
+        self.number = number
+        self.backends: tuple[str, ...] = ()
+        self._requests: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until the peer goes, breaks a rule, or the daemon ends."""
+        try:
+            if await self._handshake():
+                await self._serve()
+        except PeerTimeout as error:
+            logger.warning("dropping client %d (pid %d): %s", self.number, self.stream.peer.pid, error)
+        except WeightCacheError as error:
+            logger.debug("client %d (pid %d) is gone: %s", self.number, self.stream.peer.pid, error)
+        except asyncio.CancelledError:
+            pass  # Only the drain cancels a session, and it waits for this to end.
+        finally:
+            for task in self._requests:
+                task.cancel()
+            if self._requests:
+                await asyncio.wait(self._requests)
+            self.exporter.drop(self.number)
+            self.stream.close()
+
+    async def _handshake(self) -> bool:
+        try:
+            async with asyncio.timeout(self.server.limits.handshake_timeout):
+                event = await self.stream.receive()
+        except TimeoutError:
+            silent = PeerTimeout(what="say hello", seconds=self.server.limits.handshake_timeout)
+            await self.server.farewell(self.stream, silent)
+            return False
+        match event:
+            case Received(request_id, Hello(backends=backends)):
+                # An empty list is an older client, which knows only torch_ipc.
+                self.backends = backends or ("torch_ipc",)
+                limits = self.server.limits
+                welcome = Welcome(
+                    version=1,
+                    server=f"wcache-async {self.server.version}",
+                    pid=os.getpid(),
+                    instance=self.server.instance,
+                    limits=Limits(
+                        max_request_bytes=limits.max_request_bytes,
+                        max_requests_in_flight=limits.max_requests_in_flight,
+                    ),
+                )
+                self.stream.send(request_id, welcome)
+                return True
+            case Violation():
+                await self.server.farewell(self.stream)
+            case _:
+                pass
+        return False
+
+    async def _serve(self) -> None:
+        while True:
+            match await self.stream.receive():
+                case EndOfStream():
+                    return None
+                case Violation(fatal=True, error=error):
+                    logger.warning("dropping client %d (pid %d): %s", self.number, self.stream.peer.pid, error)
+                    return await self.server.farewell(self.stream)
+                case Violation():
+                    pass  # Already answered; the connection goes on.
+                case Received(request_id, message, fds):
+                    for fd in fds:
+                        fd.close()
+                    if self._must_wait(message):
+                        self._spawn(request_id, message)
+                    else:
+                        await self._answer(request_id, message)
+
+    def _must_wait(self, message: Message) -> bool:
+        match message:
+            case FetchState(name=name, rank=rank):
+                return any(g.key == (name, rank) for g in self.exporter.table.loading())
+            case Load() | Unload():
+                return True
+            case _:
+                return False
+
+    def _spawn(self, request_id: int, message: Message) -> None:
+        limit = self.server.limits.max_requests_in_flight
+        if len(self._requests) >= limit:
+            self.stream.send(request_id, ErrorResponse.of(TooManyRequests(limit=limit)))
+            return
+        task = asyncio.get_running_loop().create_task(self._answer(request_id, message))
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+
+    async def _answer(self, request_id: int, message: Message) -> None:
+        """Answer one request.  What fails the request is told; what fails the connection ends it."""
+        self.server.request_begun()
+        try:
+            try:
+                await self._handle(request_id, message)
+            except ProtocolError:
+                raise
+            except WeightCacheError as error:
+                self.stream.send(request_id, ErrorResponse.of(error))
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    raise
+                self.stream.send(request_id, ErrorResponse.of(TooManyClients(limit=self.server.clients)))
+            await self.stream.drain(self.server.limits.write_timeout)
+        except WeightCacheError as error:
+            logger.debug("client %d (pid %d) could not be answered: %s", self.number, self.stream.peer.pid, error)
+            self.stream.close()
+        finally:
+            self.server.request_ended()
+
+    async def _handle(self, request_id: int, message: Message) -> None:
+        if self.server.draining and not isinstance(message, Status | Release):
+            raise Draining
+        match message:
+            case FetchState():
+                await self._fetch_state(request_id, message)
+            case Release(lease=lease):
+                await self.exporter.release(self.number, lease)
+                self.stream.send(request_id, ReleaseResponse())
+            case Status():
+                self.stream.send(request_id, self.server.status())
+            case Load():
+                await self._load(request_id, message)
+            case Unload(name=name, rank=rank):
+                gone = await self.exporter.unload(name, rank)
+                self.stream.send(
+                    request_id,
+                    UnloadResponse(unloaded=tuple(str(g.key) for g in gone), bytes=sum(g.nbytes for g in gone)),
+                )
+            case Stop():
+                self.stream.send(request_id, StopResponse(pid=os.getpid()))
+                self.server.stop_requested.set()
+            case _:
+                raise UnexpectedMessage(type=type_of(message), expected="a request")
+
+    async def _fetch_state(self, request_id: int, request: FetchState) -> None:
+        generation = await self.exporter.ready(
+            StateKey(request.name, request.rank),
+            expect=request.expect,
+            timeout=request.timeout,
+            progress=self._progress(request_id) if request.progress else None,
+        )
+        accepted = self.backends if request.backends is None else request.backends
+        export, lease = self.exporter.grant(self.number, generation, accepted)
+        try:
+            await export.send(_Reply(self.stream, request_id, self.server.limits.write_timeout), generation, lease)
+        except BaseException:
+            await self.exporter.release(self.number, lease)
+            raise
+
+    async def _load(self, request_id: int, request: Load) -> None:
+        if not os.path.isabs(request.path):
+            raise InvalidRequest(
+                field="path", reason=f"{request.path!r} is not absolute; the daemon has its own folder"
+            )
+        if not request.name:
+            raise InvalidRequest(field="name", reason="it is empty")
+        generation = self.exporter.begin_load(
+            StateKey(request.name, request.rank),
+            path=request.path,
+            open_source=partial(open_source, request.path, kind=request.source, dtype=request.dtype),
+            config=request.config,
+            backend=request.backend,
+            replace=request.replace,
+        )
+        if request.wait:
+            await self.exporter.loaded(generation, self._progress(request_id) if request.progress else None)
+        self.stream.send(request_id, LoadResponse(state=describe(generation)))
+
+    def _progress(self, request_id: int) -> Progress:
+        def tell(done: int, total: int) -> None:
+            # A peer that reads nothing is told nothing more: progress is no reason to buffer.
+            if not self.stream.queued_bytes:
+                self.stream.send(request_id, LoadProgress(bytes_done=done, bytes_total=total))
+
+        return tell
