@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
 
 from wcache_async.manifest import StateManifest, StateSpec, TensorEntry
 from wcache_async.protocol.messages import FetchStateResponse
@@ -80,6 +80,10 @@ class ImportOptions:
     """
 
     mapping: MappingMode = "private"
+
+    def __post_init__(self) -> None:
+        if self.mapping not in get_args(MappingMode):
+            raise ValueError(f"mapping is one of {', '.join(get_args(MappingMode))}, not {self.mapping!r}")
 
 
 class ResponseSender(Protocol):

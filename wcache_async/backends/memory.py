@@ -7,53 +7,45 @@ touches it, and a cgroup over its limit kills: so it is asked before anything is
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 from wcache_async.errors import InsufficientMemory
 
 __all__ = ["Reservation", "available_memory"]
 
+_UNLIMITED = 1 << 63
 _lock = threading.Lock()
-_promised = 0
 
 
 class Reservation:
     """Memory promised to one state and not yet taken, so that loads side by side see each other.
 
-    Gone when all of it was taken, or when `release` is called.
+    Over when all of it was taken, when `release` is called, or when it is dropped.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Raises InsufficientMemory, with nothing reserved, if `nbytes` cannot be had."""
-        global _promised
-        self._left = 0
+        self._left = nbytes
         with _lock:
             available, limit = available_memory()
-            available = max(available - _promised, 0)
+            available = max(available - sum(other._left for other in _reservations), 0)
             if nbytes > available:
                 raise InsufficientMemory(needed=nbytes, available=available, limit=limit)
-            self._left = nbytes
-            _promised += nbytes
+            _reservations.add(self)
 
     def take(self, nbytes: int) -> None:
         """`nbytes` of it are about to be allocated, and count by the kernel's own account."""
-        global _promised
         with _lock:
-            taken = min(nbytes, self._left)
-            self._left -= taken
-            _promised -= taken
+            self._left -= min(nbytes, self._left)
 
     def release(self) -> None:
         """Give up what was not taken.  Idempotent."""
-        self.take(self._left)
+        self._left = 0
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+_reservations: "weakref.WeakSet[Reservation]" = weakref.WeakSet()
 
 
 def available_memory(root: Path = Path("/")) -> tuple[int, str]:
@@ -61,15 +53,14 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
 
     Page cache counts as available.  `root` is where /proc and the paths it names are looked up.
     """
-    candidates = [_meminfo(root), *_cgroups(root)]
-    return min(candidates, default=(1 << 63, "no limit known"))
+    return min([*_meminfo(root), *_cgroups(root)], default=(_UNLIMITED, "no limit is known"))
 
 
-def _meminfo(root: Path) -> tuple[int, str]:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, "MemAvailable of the machine"
-    return 1 << 63, "a kernel that does not say"
+def _meminfo(root: Path) -> Iterator[tuple[int, str]]:
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024, "MemAvailable of the machine"
 
 
 def _cgroups(root: Path) -> Iterator[tuple[int, str]]:
@@ -88,7 +79,7 @@ def _headroom(folder: Path, version: int) -> int:
     names = ("memory.max", "memory.current", "") if version == 2 else _V1_NAMES
     limit = (folder / names[0]).read_text().strip()
     if limit == "max":
-        return 1 << 63
+        return _UNLIMITED
     used = int((folder / names[1]).read_text())
     stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
     # File pages on the LRU lists can be dropped; those of memfds stand on the anonymous lists.

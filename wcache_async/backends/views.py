@@ -113,11 +113,13 @@ def _skips_autograd() -> bool:
     import torch
 
     try:
-        base = torch.zeros(2)
-        with torch.inference_mode(False), torch._C._ExcludeDispatchKeyGuard(_autograd_keys()):
-            view = base.as_strided((1,), (1,), 1)
-        before = view._version
-        base.add_(1)
+        # Nothing the caller's thread is set to may decide this once and for all.
+        with torch.inference_mode(False):
+            base = torch.zeros(2, dtype=torch.float32, device="cpu")
+            with torch._C._ExcludeDispatchKeyGuard(_autograd_keys()):
+                view = base.as_strided((1,), (1,), 1)
+            before = view._version
+            base.add_(1)
+            return not view._is_view() and view._version == before and view.item() == 1
     except (AttributeError, TypeError, RuntimeError):
         return False
-    return not view._is_view() and view._version == before and view.item() == 1
