@@ -5,25 +5,28 @@ The folder's file names are Hugging Face's, as `save_pretrained` writes them.
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from wcache_async.errors import SourceError
+from wcache_async.sources.files import CheckpointFile
 
-__all__ = ["SAFETENSORS", "TORCH", "Checkpoint", "check_against_index", "locate_checkpoint"]
+__all__ = ["LEGACY_MAGIC", "SAFETENSORS", "TORCH", "ZIP_HEAD", "Checkpoint", "check_against_index", "locate_checkpoint"]
 
 SAFETENSORS = "safetensors"
 TORCH = "torch"
+
+ZIP_HEAD = b"PK\x03\x04"
+"""First bytes of what `torch.save` writes."""
+LEGACY_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
+"""The number it wrote near the start, pickled, before it wrote zip archives (torch < 1.6)."""
 
 _SUFFIXES = {SAFETENSORS: (".safetensors",), TORCH: (".pt", ".pth", ".bin", ".ckpt")}
 _WHOLE = {SAFETENSORS: "model.safetensors", TORCH: "pytorch_model.bin"}
 _INDEX = {SAFETENSORS: "model.safetensors.index.json", TORCH: "pytorch_model.bin.index.json"}
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.[a-z]+")
-
-_LEGACY_TORCH_HEAD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""The pickled magic number `torch.save` wrote first before it wrote zip archives."""
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -52,20 +55,15 @@ def locate_checkpoint(path: str, kinds: Sequence[str]) -> Checkpoint:
     ``model.safetensors``, or the only index or file of that kind, or one complete set of
     ``*-00001-of-0000N`` files.  Raises SourceError where there is none, or more than one.
     """
-    try:
-        is_folder = os.path.isdir(path)
-        if not is_folder:
-            os.stat(path)
-    except (OSError, ValueError) as error:
-        raise SourceError(path=path, reason=_reason(error)) from error
-    if is_folder:
+    if os.path.isdir(path):
         return _locate_in_folder(path, kinds)
-    for kind in kinds:
-        if any(path.endswith(f"{suffix}.index.json") for suffix in _SUFFIXES[kind]):
-            return _read_index(path, kind)
-        if len(kinds) == 1 or path.endswith(_SUFFIXES[kind]):
-            return Checkpoint(kind=kind, files=(path,))
-    return Checkpoint(kind=_sniff(path, kinds), files=(path,))
+    with CheckpointFile(path) as file:
+        for kind in kinds:
+            if any(path.endswith(f"{suffix}.index.json") for suffix in _SUFFIXES[kind]):
+                return _read_index(file, kind)
+            if len(kinds) == 1 or path.endswith(_SUFFIXES[kind]):
+                return Checkpoint(kind=kind, files=(path,))
+        return Checkpoint(kind=_sniff(file, kinds), files=(path,))
 
 
 def check_against_index(checkpoint: Checkpoint, found: Mapping[str, str]) -> None:
@@ -74,39 +72,37 @@ def check_against_index(checkpoint: Checkpoint, found: Mapping[str, str]) -> Non
         return
     for tensor, file in checkpoint.weight_map.items():
         if found.get(tensor) != file:
+            where = f"is in {found[tensor]}" if tensor in found else "is not"
             raise SourceError(
-                path=file, tensor=tensor, reason=f"{checkpoint.index} says it is in this file, and it is not"
+                path=file, tensor=tensor, reason=f"{checkpoint.index} says it is in this file, and it {where}"
             )
     for tensor, file in found.items():
         if tensor not in checkpoint.weight_map:
             raise SourceError(path=file, tensor=tensor, reason=f"{checkpoint.index} does not list it")
 
 
-def _sniff(path: str, kinds: Iterable[str]) -> str:
+def _sniff(file: CheckpointFile, kinds: Sequence[str]) -> str:
     """The kind of a file whose name does not tell, e.g. a content-addressed blob."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(64)
-    except OSError as error:
-        raise SourceError(path=path, reason=_reason(error)) from error
+    head = file.head(64)
     kind = ""
     if head[8:9] == b"{":
         kind = SAFETENSORS
-    elif head.startswith((b"PK\x03\x04", _LEGACY_TORCH_HEAD)):
+    elif head.startswith(ZIP_HEAD) or LEGACY_MAGIC in head:
         kind = TORCH
     if kind not in kinds:
         suffixes = ", ".join(suffix for each in kinds for suffix in _SUFFIXES[each])
         raise SourceError(
-            path=path, reason=f"it is not a checkpoint: neither its name ({suffixes}) nor its bytes say so"
+            path=file.path, reason=f"it is not a checkpoint: neither its name ({suffixes}) nor its bytes say so"
         )
     return kind
 
 
 def _locate_in_folder(folder: str, kinds: Sequence[str]) -> Checkpoint:
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file())
     except OSError as error:
-        raise SourceError(path=folder, reason=_reason(error)) from error
+        raise SourceError(path=folder, reason=f"the folder cannot be listed: {error.strerror}") from error
     for kind in kinds:
         suffixes = _SUFFIXES[kind]
         indexes = [name for name in names if name.endswith(tuple(f"{suffix}.index.json" for suffix in suffixes))]
@@ -114,13 +110,13 @@ def _locate_in_folder(folder: str, kinds: Sequence[str]) -> Checkpoint:
         if _INDEX[kind] in indexes and _WHOLE[kind] in weights:
             raise _ambiguous(folder, [_INDEX[kind], _WHOLE[kind]])
         if _INDEX[kind] in indexes:
-            return _read_index(os.path.join(folder, _INDEX[kind]), kind)
+            return _open_index(os.path.join(folder, _INDEX[kind]), kind)
         if _WHOLE[kind] in weights:
             return Checkpoint(kind=kind, files=(os.path.join(folder, _WHOLE[kind]),))
         if len(indexes) > 1:
             raise _ambiguous(folder, indexes)
         if indexes:
-            return _read_index(os.path.join(folder, indexes[0]), kind)
+            return _open_index(os.path.join(folder, indexes[0]), kind)
         if weights:
             if len(weights) > 1:
                 _check_numbered(folder, weights)
@@ -151,12 +147,15 @@ def _ambiguous(folder: str, names: Sequence[str]) -> SourceError:
     )
 
 
-def _read_index(path: str, kind: str) -> Checkpoint:
+def _open_index(path: str, kind: str) -> Checkpoint:
+    with CheckpointFile(path) as file:
+        return _read_index(file, kind)
+
+
+def _read_index(file: CheckpointFile, kind: str) -> Checkpoint:
+    path = file.path
     try:
-        with open(path, "rb") as file:
-            index = _index_decoder.decode(file.read())
-    except OSError as error:
-        raise SourceError(path=path, reason=_reason(error)) from error
+        index = _index_decoder.decode(file.head(file.nbytes))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SourceError(path=path, reason=f"it is no index of shards: {error}") from error
     if not index.weight_map:
@@ -181,7 +180,3 @@ def _read_index(path: str, kind: str) -> Checkpoint:
         index=path,
         weight_map={tensor: os.path.join(folder, shard) for tensor, shard in index.weight_map.items()},
     )
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

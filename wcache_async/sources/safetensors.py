@@ -205,7 +205,10 @@ def _check_duplicates(file: CheckpointFile, body: bytes, tensors: int) -> None:
     def note(pairs: list[tuple[str, object]]) -> None:
         names[:] = [key for key, _ in pairs]
 
-    json.loads(body, object_pairs_hook=note)
+    try:
+        json.loads(body, object_pairs_hook=note)
+    except (ValueError, RecursionError) as error:  # It reads what the typed decoder skipped unread.
+        raise SourceError(path=file.path, reason=f"its header is no safetensors JSON: {error}") from error
     seen: set[str] = set()
     for name in names:  # The outermost object ends last.
         if name in seen:

@@ -36,6 +36,10 @@ def select_tensors(path: str, loaded: object) -> "dict[str, torch.Tensor]":
                 tensor=name,
                 reason=f"it is a {type(value).__name__} with tensors in it; save one flat state dict",
             )
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:  # Pickles hold lone surrogates, the wire cannot.
+            raise SourceError(path=path, tensor=ascii(name), reason="its name is no valid Unicode") from error
         _check_plain(path, name, value)
         tensors[name] = value
     return tensors

@@ -18,10 +18,9 @@ from msgspec import Struct
 
 from wcache_async.errors import SourceError
 from wcache_async.sources.files import CheckpointFile
+from wcache_async.sources.locate import LEGACY_MAGIC, ZIP_HEAD
 
-__all__ = ["Regions", "unpickle"]
-
-_ZIP_HEAD = b"PK\x03\x04"
+__all__ = ["Regions", "Unpickled", "unpickle"]
 
 
 class Regions:
@@ -32,8 +31,13 @@ class Regions:
         self._regions: list[tuple[int, int, int]] = []
 
     def add(self, address: int, nbytes: int, offset: int) -> None:
-        """The `nbytes` at `address` are the file's from `offset` on.  Ranges never overlap."""
+        """The `nbytes` at `address` are the file's from `offset` on; the last word on an address counts."""
         at = bisect.bisect(self._starts, address)
+        if at:
+            start, size, before = self._regions[at - 1]
+            if (start + size, before + size) == (address, offset):  # One storage can be read in several goes.
+                self._regions[at - 1] = (start, size + nbytes, before)
+                return
         self._starts.insert(at, address)
         self._regions.insert(at, (address, nbytes, offset))
 
@@ -55,7 +59,7 @@ class Unpickled(Struct, frozen=True):
 
 def unpickle(file: CheckpointFile) -> Unpickled:
     """Unpickle `file` without its tensors' bytes.  Raises SourceError, for pickled code too."""
-    return _unpickle_archive(file) if file.head(len(_ZIP_HEAD)) == _ZIP_HEAD else _unpickle_legacy(file)
+    return _unpickle_archive(file) if file.head(len(ZIP_HEAD)) == ZIP_HEAD else _unpickle_legacy(file)
 
 
 def _unpickle_archive(file: CheckpointFile) -> Unpickled:
@@ -79,7 +83,14 @@ def _check_archive(file: CheckpointFile, path: str) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            packed = [name for name, info in records.items() if info.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise SourceError(
+                    path=file.path, reason=f"its record {packed[0]} is compressed; torch.save compresses none"
+                )
             byteorder = archive.read(records["byteorder"]).decode() if "byteorder" in records else sys.byteorder
+    except SourceError:
+        raise
     except Exception as error:  # zipfile lets struct.error and others out for damaged archives.
         raise SourceError(path=file.path, reason=f"its zip archive is damaged or truncated: {error}") from error
     if "constants.pkl" in records:
@@ -89,9 +100,6 @@ def _check_archive(file: CheckpointFile, path: str) -> None:
         )
     if "data.pkl" not in records:
         raise SourceError(path=file.path, reason="it is a zip archive that torch.save did not write")
-    for name, info in records.items():
-        if name.startswith("data/") and info.compress_type != zipfile.ZIP_STORED:
-            raise SourceError(path=file.path, reason=f"its record {name} is compressed, and torch stores them plain")
     if byteorder != sys.byteorder:
         raise SourceError(path=file.path, reason=f"its tensors are {byteorder}-endian, this machine {sys.byteorder}")
 
@@ -155,6 +163,7 @@ class _SkippingReader:
             into[:count] = self.read(count)
             self._position -= count
         if count:
+            # Sizes are read to the stack: noted too, and never asked for.
             address = ctypes.addressof(ctypes.c_char.from_buffer(into))
             self.regions.add(address, count, self._position)
         self._position += count
@@ -177,6 +186,8 @@ def _refuse(file: CheckpointFile, error: Exception) -> NoReturn:
             f"it holds pickled code or objects besides tensors ({named[1]}), which weights_only refuses to load; "
             "save the state_dict() alone, best as safetensors"
         )
+    elif file.head(len(ZIP_HEAD)) != ZIP_HEAD and LEGACY_MAGIC not in file.head(64):
+        reason = "it is no torch checkpoint: it begins neither as a zip archive nor as torch.save's older format does"
     else:
-        reason = f"torch.load cannot read it as weights: {text.splitlines()[0] if text else type(error).__name__}"
+        reason = f"torch.load cannot read it: {text.splitlines()[0] if text else type(error).__name__}"
     raise SourceError(path=file.path, reason=reason) from error
