@@ -34,6 +34,7 @@ __all__ = [
     "decode_manifest",
     "encode_manifest",
     "plan_layout",
+    "tensor_extent",
     "validate_manifest",
 ]
 
@@ -267,7 +268,7 @@ def validate_manifest(manifest: StateManifest) -> None:
         key = (entry.shape, entry.stride)
         extent = extents.get(key)
         if extent is None:
-            extent = extents[key] = _extent(entry)
+            extent = extents[key] = tensor_extent(entry)
         try:
             itemsize = itemsizes[entry.dtype]
             limit = arena_nbytes[entry.arena]
@@ -303,7 +304,7 @@ def validate_manifest(manifest: StateManifest) -> None:
             raise InvalidManifest(tensor=alias, reason="it is both a tensor and an alias")
 
 
-def _extent(entry: TensorEntry) -> int:
+def tensor_extent(entry: TensorEntry) -> int:
     """Elements from the first to one past the last that the tensor reaches."""
     shape, stride = entry.shape, entry.stride
     if max(len(shape), len(stride)) > MAX_DIMENSIONS:
