@@ -108,7 +108,7 @@ def choose_for_device(device: str, requested: str = "auto") -> WeightCacheTransp
             carried = ", ".join(sorted(backend.capabilities.devices))
             raise BackendUnavailable(name=requested, reason=f"it carries {carried} tensors, not {device_type}")
         return backend()
-    order = _AUTOMATIC_ORDER.get(device_type, known_backends())
+    order = _AUTOMATIC_ORDER.get(device_type) or known_backends()
     for backend in _all_usable(order):
         if device_type in backend.capabilities.devices:
             return backend()

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self, TypeVar
 
 from wcache_async.backends.base import ImportOptions, MappingMode
-from wcache_async.backends.registry import usable_backends
-from wcache_async.client.fetch import FetchedState
+from wcache_async.client.fetch import FetchedState, accepted_backends
 from wcache_async.client.session import Progress, Session
 from wcache_async.errors import ClientClosed, Scalar
 from wcache_async.protocol.messages import (
@@ -65,7 +64,7 @@ class Client:
     async def connect(self) -> None:
         """Connect; does nothing while connected."""
         if self._session is None or self._session.ended.done():
-            backends = tuple(usable_backends()) if self._backends is None else self._backends
+            backends = await accepted_backends() if self._backends is None else self._backends
             self._session = await Session.open(
                 self.socket_path, backends=backends, client=self.name, timeout=self.connect_timeout
             )

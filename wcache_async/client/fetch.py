@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from wcache_async.backends.base import ImportOptions, WeightCacheTransportBackend
 from wcache_async.backends.collector import collector_held
 from wcache_async.backends.memfd import read_memfd
-from wcache_async.backends.registry import get_client_transport_backend
+from wcache_async.backends.registry import get_client_transport_backend, usable_backends
 from wcache_async.client.session import Answer, Session
 from wcache_async.errors import DaemonLost, FdsTruncated, FdsUndeclared, InvalidManifest, StateReleased
 from wcache_async.manifest import Config, StateManifest, decode_manifest
@@ -19,7 +19,25 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["FetchedState"]
+__all__ = ["FetchedState", "accepted_backends"]
+
+
+_accepted: tuple[str, ...] = ()
+
+
+async def accepted_backends() -> tuple[str, ...]:
+    """The transports that work in this process, found out once: that imports them, and asks the CUDA driver."""
+    global _accepted
+    if not _accepted:
+        _accepted = await asyncio.to_thread(usable_backends)
+    return _accepted
+
+
+async def _backend(name: str, options: ImportOptions) -> WeightCacheTransportBackend:
+    if name in _accepted:
+        return get_client_transport_backend(name, options)
+    # Not looked at yet: it has to be imported, or searched among the installed packages.
+    return await asyncio.to_thread(get_client_transport_backend, name, options)
 
 
 class _Fds:
@@ -83,7 +101,7 @@ class FetchedState:
         """
         backend: WeightCacheTransportBackend | None = None
         try:
-            backend = get_client_transport_backend(response.transport_backend, options)
+            backend = await _backend(response.transport_backend, options)
             fds = _Fds(answer)
             manifest = await _receive_manifest(response, fds)
             await backend.recv_fetch_state_response(fds, response, manifest)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Self
 
+from wcache_async.backends.registry import choose_for_device
 from wcache_async.daemon.exporter import Exporter, Progress
 from wcache_async.daemon.server import Server, ServerLimits
 from wcache_async.daemon.states import Generation, StateKey
@@ -37,7 +38,7 @@ class Daemon:
     and gives both up.  `backend` is a transport's name or ``auto``; `device` the torch device
     states are kept on; `drain_timeout` is in seconds.
 
-    Entering raises AddressInUse, AddressTooLong, AddressNotTrusted.
+    Entering raises AddressInUse, AddressTooLong, AddressNotTrusted, UnknownBackend, BackendUnavailable.
     """
 
     def __init__(
@@ -86,6 +87,9 @@ class Daemon:
         lock = SocketLock(self.socket_path)
         lock.acquire()
         try:
+            # Imports the backend and asks its driver, in a thread, so that no later load does on
+            # the loop; and a backend that cannot work is an error now.
+            await asyncio.to_thread(choose_for_device, self._device, self._backend)
             sock = bind_listener(self.socket_path, lock)
             self._listener = Listener(sock, server.accept, server.refuse_for_lack_of_fds, lock=lock)
         except BaseException:
@@ -134,11 +138,17 @@ class Daemon:
         `source` is its path; `kind` is a source's name or ``auto``, `dtype` a torch dtype to cast to.
         Raises StateExists, SourceError, InsufficientMemory, BackendUnavailable.
         """
-        _, exporter = self._running()
         generation = self.begin_load(
             source, name=name, rank=rank, kind=kind, dtype=dtype, config=config, replace=replace
         )
-        await exporter.loaded(generation, progress)
+        return await self.loaded(generation, progress)
+
+    async def loaded(self, generation: Generation, progress: Progress | None = None) -> StateStatus:
+        """Wait until a load begun with `begin_load` has ended.
+
+        Raises SourceError, InsufficientMemory, StateUnloaded, Draining.
+        """
+        await self._running()[1].loaded(generation, progress)
         return describe(generation)
 
     def status(self) -> StatusResponse:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from wcache_async.backends.registry import choose_for_device
 from wcache_async.daemon.exporter import Exporter, Progress
 from wcache_async.daemon.states import StateKey
 from wcache_async.daemon.status import describe, describe_all
@@ -355,6 +356,8 @@ class Session:
             )
         if not request.name:
             raise InvalidRequest(field="name", reason="it is empty")
+        if request.backend != "auto":
+            await asyncio.to_thread(choose_for_device, self.exporter.device, request.backend)  # It may have to import.
         generation = self.exporter.begin_load(
             StateKey(request.name, request.rank),
             path=request.path,
