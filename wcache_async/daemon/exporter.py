@@ -121,8 +121,8 @@ class Exporter:
         )
 
     async def loaded(self, generation: Generation, progress: Progress | None = None) -> None:
-        """Wait until the load has ended.  Raises what it failed with, or StateUnloaded."""
-        while generation.phase is Phase.LOADING and generation.held:
+        """Wait until the load has ended.  Raises what it failed with, StateUnloaded or Draining."""
+        while generation.phase is Phase.LOADING and generation.held and not self._closing:
             await self._wait(generation.key, PROGRESS_INTERVAL_S if progress else None)
             if progress:
                 progress(generation.bytes_done, generation.bytes_total)

@@ -62,6 +62,7 @@ class Daemon:
         self._lock: SocketLock | None = None
         self._listener: Listener | None = None
         self._server: Server | None = None
+        self._draining: Server | None = None
         self._exporter: Exporter | None = None
         self._signals: list[signal.Signals] = []
 
@@ -175,6 +176,7 @@ class Daemon:
         if server is None or exporter is None or listener is None or lock is None:
             return
         self._server = self._exporter = self._listener = self._lock = None
+        self._draining = server
         logger.info("draining: %d clients", server.clients)
         # The socket goes first: who connects from now on is told at once that nobody is here.
         listener.close()
@@ -183,6 +185,7 @@ class Daemon:
             await server.drain(self.drain_timeout)
             await exporter.close()
         finally:
+            self._draining = None
             lock.release()
             loop = asyncio.get_running_loop()
             for number in self._signals:
@@ -191,7 +194,7 @@ class Daemon:
         logger.info("stopped")
 
     def _on_signal(self, number: signal.Signals) -> None:
-        server = self._server
+        server = self._server or self._draining
         if server is None or server.stop_requested.is_set():
             self.drain_timeout = 0.0
             if server is not None:
