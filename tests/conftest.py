@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import pytest
 import uvloop
 from hypothesis import settings
 
 import wcache_async
+
+if TYPE_CHECKING:
+    from tests.processes import Forge
 
 # No deadline: on a shared machine it would measure the neighbours.  CI tries the same examples
 # each time, so that a change fails on its own account; `--hypothesis-profile=long` tries many.
@@ -196,3 +199,14 @@ def short_tmp() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------ other processes
+@pytest.fixture(scope="session")
+def forge() -> Iterator["Forge"]:
+    """Starts processes that have torch imported already, in milliseconds."""
+    from tests.processes import Forge
+
+    forge = Forge()
+    yield forge
+    forge.close()

@@ -20,7 +20,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000  # asm-generic/mman-common.h; Python's mmap names it from 3.13
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, Linux 5.14
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# The handle ctypes opened for itself, so that importing this opens nothing: a client may do it on its loop.
+_libc = ctypes.CDLL("libc", handle=ctypes.pythonapi._handle, use_errno=True)
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

@@ -1,0 +1,1 @@
+"""Tests of `wcache_async.backends`."""

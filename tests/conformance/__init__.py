@@ -1,0 +1,1 @@
+"""One set of behaviours that every transport backend keeps, between real processes."""
