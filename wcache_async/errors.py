@@ -170,7 +170,10 @@ class WeightCacheError(Exception):
         return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
 
     def __str__(self) -> str:
-        return f"{self.message}. {self.hint}" if self.hint else self.message
+        if not self.hint:
+            return self.message
+        # A reason taken from elsewhere may end in a full stop of its own.
+        return f"{self.message.removesuffix('.')}. {self.hint}"
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{name}={value!r}" for name, value in self._values().items())
