@@ -27,7 +27,7 @@ class PeerCredentials:
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """The peer's credentials (SO_PEERCRED, unix(7)).  Raises OSError where `sock` is not connected."""
+    """The peer's credentials (SO_PEERCRED, unix(7)).  An unconnected socket's are pid 0 and uid 2**32 - 1."""
     return PeerCredentials(*_ucred.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size)))
 
 

@@ -1,0 +1,101 @@
+"""Two ends of a connection, descriptors that can be told apart, and a limit on them."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+
+from wcache_async.protocol.connection import Connection, Received, Role
+from wcache_async.protocol.framing import Segment, encode_frame
+from wcache_async.protocol.messages import Message, Welcome, encode_message
+from wcache_async.sockets.fds import OwnedFd
+from wcache_async.sockets.stream import FdStream
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two connected raw sockets, which block for ten seconds at most."""
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    a.settimeout(10)
+    b.settimeout(10)
+    with a, b:
+        yield a, b
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[FdStream, FdStream]]:
+    """Two streams past their handshake.
+
+    Both in the client's role, as only that takes fds: so each may send them to the other.
+    """
+    one, other = (FdStream(sock, Connection(Role.CLIENT)) for sock in socket.socketpair())
+    for sender, receiver in ((one, other), (other, one)):
+        sender.send(0, Welcome(version=1))
+        async with asyncio.timeout(10):
+            assert isinstance(await receiver.receive(), Received)
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.fixture
+async def with_raw(sockets: tuple[socket.socket, socket.socket]) -> AsyncIterator[tuple[FdStream, socket.socket]]:
+    """A stream past its handshake, in the client's role, and a raw non-blocking socket as its peer."""
+    ours, raw = sockets
+    raw.setblocking(False)
+    stream = FdStream(ours, Connection(Role.CLIENT))
+    raw.send(frame(0, Welcome(version=1)))
+    async with asyncio.timeout(10):
+        assert isinstance(await stream.receive(), Received)
+    yield stream, raw
+    stream.close()
+
+
+def frame(request_id: int, message: Message) -> bytes:
+    segments: list[Segment[OwnedFd]] = encode_frame(request_id, encode_message(message))
+    return b"".join(segment.data for segment in segments)
+
+
+@pytest.fixture
+def numbered() -> Callable[[int], list[OwnedFd]]:
+    """That many descriptors, of files that each say their place in the list."""
+
+    def make(count: int) -> list[OwnedFd]:
+        fds = []
+        for number in range(count):
+            fd = OwnedFd(os.memfd_create("numbered", os.MFD_CLOEXEC))
+            os.write(fd.fileno(), b"%d" % number)
+            fds.append(fd)
+        return fds
+
+    return make
+
+
+@pytest.fixture
+def room_for_fds() -> Callable[[int], AbstractContextManager[None]]:
+    """A context in which this process can open that many more descriptors."""
+
+    @contextlib.contextmanager
+    def limited(count: int) -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The limit is on an fd's number, so one past the highest that may still be given out.
+        free: list[int] = []
+        number = 0
+        while len(free) <= count:
+            try:
+                os.fstat(number)
+            except OSError:
+                free.append(number)
+            number += 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    return limited

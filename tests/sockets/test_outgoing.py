@@ -1,0 +1,69 @@
+"""The queue of what is to be written."""
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wcache_async.protocol.framing import Segment
+from wcache_async.sockets.fds import OwnedFd
+from wcache_async.sockets.outgoing import MAX_BUFFERS_PER_SEND, Outgoing
+
+Numbered = Callable[[int], list[OwnedFd]]
+
+
+def queue(*segments: Segment[OwnedFd]) -> Outgoing:
+    outgoing = Outgoing()
+    outgoing.extend(segments)
+    return outgoing
+
+
+def test_plain_segments_share_a_send_up_to_a_limit() -> None:
+    outgoing = queue(*(Segment(b"%d" % (n % 10)) for n in range(MAX_BUFFERS_PER_SEND + 1)))
+    buffers, fds = outgoing.batch()
+    assert len(buffers) == MAX_BUFFERS_PER_SEND
+    assert fds == ()
+
+
+def test_a_segment_with_fds_never_follows_another_in_the_same_send(numbered: Numbered) -> None:
+    fds = numbered(2)
+    outgoing = queue(Segment(b"plain"), Segment(b"one", (fds[0],)), Segment(b"more"), Segment(b"two", (fds[1],)))
+    assert outgoing.batch() == ([b"plain"], ())
+    outgoing.advance(5)
+    assert outgoing.batch() == ([b"one", b"more"], (fds[0],))
+    outgoing.advance(7)
+    assert outgoing.batch() == ([b"two"], (fds[1],))
+    outgoing.drop()
+
+
+def test_fds_go_with_the_first_byte_alone_and_are_closed_then(numbered: Numbered) -> None:
+    data = b"header and body"
+    for split in range(1, len(data)):
+        fds = numbered(2)
+        outgoing = queue(Segment(data, tuple(fds)))
+        outgoing.advance(split)
+        assert all(fd.closed for fd in fds)
+        buffers, rest = outgoing.batch()
+        assert (bytes(buffers[0]), rest) == (data[split:], ())
+
+
+def test_dropping_closes_every_fd(numbered: Numbered) -> None:
+    fds = numbered(2)
+    outgoing = queue(Segment(b"one", (fds[0],)), Segment(b"two", (fds[1],)))
+    outgoing.drop()
+    assert all(fd.closed for fd in fds)
+    assert outgoing.pending == 0
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=200), st.data())
+def test_every_byte_is_written_once_and_in_order_however_sends_are_cut(parts: list[bytes], data: st.DataObject) -> None:
+    outgoing = queue(*(Segment(part) for part in parts))
+    written = b""
+    while outgoing.pending:
+        offered = b"".join(outgoing.batch()[0])
+        taken = data.draw(st.integers(1, len(offered)))
+        written += offered[:taken]
+        outgoing.advance(taken)
+        assert outgoing.written == len(written)
+        assert outgoing.written + outgoing.pending == outgoing.accepted
+    assert written == b"".join(parts)
