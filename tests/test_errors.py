@@ -5,7 +5,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 
 import msgspec
 import pytest
@@ -34,8 +34,12 @@ def by_name(cls: type) -> str:
     return cls.__name__
 
 
+def fields_of(cls: type[WeightCacheError]) -> tuple[Field[object], ...]:
+    return fields(cls) if is_dataclass(cls) else ()
+
+
 def field_types(cls: type[WeightCacheError]) -> dict[str, object]:
-    return {f.name: f.type for f in fields(cls)} if is_dataclass(cls) else {}
+    return {f.name: f.type for f in fields_of(cls)}
 
 
 def samples() -> Iterator[int]:
@@ -169,9 +173,7 @@ def test_fields_a_newer_peer_added_are_ignored(cls: type[WeightCacheError]) -> N
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if field_types(cls)], ids=by_name)
 def test_fields_that_do_not_fit_leave_the_peers_own_words(cls: type[WeightCacheError]) -> None:
     details = sample(cls).details()
-    required: list[str] = []
-    if is_dataclass(cls):
-        required += [f.name for f in fields(cls) if f.default is f.default_factory]
+    required = [f.name for f in fields_of(cls) if f.default is f.default_factory]
     for name in details:
         wrong: list[dict[str, Detail]] = [{**details, name: {"x": [[]]}}]  # type: ignore[list-item]
         if name in required:
