@@ -75,6 +75,11 @@ class Client:
         if session is not None:
             await session.close()
 
+    @property
+    def daemon_pid(self) -> int:
+        """The daemon's pid by the kernel's word (SO_PEERCRED); 0 across PID namespaces.  Raises ClientClosed."""
+        return self._open_session().daemon_pid
+
     async def fetch_state(
         self,
         name: str,

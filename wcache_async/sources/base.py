@@ -16,7 +16,8 @@ __all__ = ["Advance", "Source"]
 Advance = Callable[[int], None]
 """Called with the bytes just filled, often enough for a progress bar; may raise to stop the read.
 
-Over all storages the counts add up to `StateSpec.nbytes`, whatever was cast on the way.
+A storage is filled from its first byte to its last, so that whoever only compares need not
+keep what it has seen.  Over all storages the counts add up to `StateSpec.nbytes`, whatever was cast on the way.
 """
 
 
