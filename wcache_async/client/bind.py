@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "Slot", "Structure", "apply", "bind", "describe", "plan"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """One name of a module's tensor: what it is now, and which others are the same object."""
 
     is_parameter: bool
+    persistent: bool
+    """Part of the state dict."""
     dtype: str
     shape: tuple[int, ...]
     on_meta: bool
@@ -60,7 +62,14 @@ def describe(module: "nn.Module") -> tuple[dict[str, Slot], dict[str, _Place]]:
                 if tensor is None:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
-                slots[name] = Slot(is_parameter, str(tensor.dtype)[6:], tuple(tensor.shape), tensor.is_meta, id(tensor))
+                slots[name] = Slot(
+                    is_parameter=is_parameter,
+                    persistent=key not in owner._non_persistent_buffers_set,
+                    dtype=str(tensor.dtype)[6:],
+                    shape=tuple(tensor.shape),
+                    on_meta=tensor.is_meta,
+                    identity=id(tensor),
+                )
                 places[name] = _Place(owner, key)
     return slots, places
 
@@ -75,8 +84,7 @@ def plan(structure: Structure, manifest: StateManifest, *, strict: bool = True) 
     the state lacks are kept, but nothing may stay on meta.
     """
     entries = {entry.name: entry for entry in manifest.tensors}
-    held = dict.fromkeys(entries)
-    sources = {name: name for name in held} | manifest.aliases
+    sources = {name: name for name in entries} | manifest.aliases
     by_identity = {slot.identity: name for name, slot in structure.items() if name in sources}
     result = Plan()
     missing: list[str] = []
@@ -84,7 +92,7 @@ def plan(structure: Structure, manifest: StateManifest, *, strict: bool = True) 
     for name, slot in structure.items():
         source = name if name in sources else by_identity.get(slot.identity)
         if source is None:
-            if slot.on_meta or strict:
+            if slot.on_meta or (strict and slot.persistent):
                 missing.append(name)
             continue
         entry = entries[sources[source]]
