@@ -99,6 +99,8 @@ class Exporter:
             effects = []
         except WeightCacheError as error:
             logger.error("loading %s from %s failed: %s", generation.key, generation.source, error)
+            # It is kept as long as the state is FAILED; its frames would keep the arenas.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             effects = self.table.fail(generation, error)
         finally:
             del self._loads[generation]
