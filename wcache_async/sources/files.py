@@ -35,9 +35,11 @@ class StorageRange(Struct, frozen=True, kw_only=True):
     @property
     def filled_nbytes(self) -> int:
         """Bytes of the storage as it is given."""
-        if not self.cast_to:
-            return self.nbytes
-        return self.nbytes // DTYPE_ITEMSIZE[self.dtype] * DTYPE_ITEMSIZE[self.cast_to]
+        return self.filled_offset(self.nbytes)
+
+    def filled_offset(self, offset: int) -> int:
+        """Where in the storage as it is given the element stands that is `offset` bytes into the range."""
+        return offset // DTYPE_ITEMSIZE[self.dtype] * DTYPE_ITEMSIZE[self.cast_to] if self.cast_to else offset
 
 
 class CheckpointFile:

@@ -1,6 +1,6 @@
 """Checkpoints written by `torch.save`: their tensors as views of byte ranges of the file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -50,14 +50,15 @@ class TorchFileSource(FileSource):
                 if name in found:
                     raise SourceError(path=path, tensor=name, reason=f"it stands twice: {found[name]} has it too")
                 found[name] = path
-            views = _distinct_views(selected, aliases)
-            for together in _by_storage(views):
-                part, specs = _lay_out(path, number, together, content.regions, self._dtype, len(ranges))
+            storages = _by_storage(_distinct_views(selected, aliases))
+            parts = [_storage_range(path, number, views, content.regions, self._dtype) for views in storages]
+            # The older format keeps storages in another order than the pickle names them.
+            for part, views in sorted(zip(parts, storages, strict=True), key=lambda each: each[0].offset):
+                tensors += _tensor_specs(views, part, len(ranges))
                 ranges.append(part)
-                tensors += specs
         check_against_index(self._checkpoint, found)
-        storages = tuple(part.filled_nbytes for part in ranges)
-        return StateSpec(storages=storages, tensors=tuple(tensors), aliases=aliases), ranges
+        nbytes = tuple(part.filled_nbytes for part in ranges)
+        return StateSpec(storages=nbytes, tensors=tuple(tensors), aliases=aliases), ranges
 
 
 class _View(Struct, frozen=True):
@@ -108,55 +109,54 @@ def _view(tensor: "torch.Tensor", kind: Kind) -> _View:
     return _View(storage, address, reach * itemsize, dtype, shape, stride, kind, tensor.requires_grad)
 
 
-def _by_storage(views: Mapping[str, _View]) -> Iterable[dict[str, _View]]:
+def _by_storage(views: Mapping[str, _View]) -> list[dict[str, _View]]:
     """The views that share a storage together; each one without elements alone."""
     groups: dict[int | str, dict[str, _View]] = {}
     for name, view in views.items():
         groups.setdefault(view.storage or name, {})[name] = view
-    return groups.values()
+    return list(groups.values())
 
 
-def _lay_out(
-    path: str, file: int, views: Mapping[str, _View], regions: Regions, cast_to: str, storage: int
-) -> tuple[StorageRange, list[TensorSpec]]:
-    """What of the file storage number `storage` is, and its tensors.  Raises SourceError."""
-    tensor, first = next(iter(views.items()))
-    start = min(view.address for view in views.values())
-    start -= (start - first.storage) % TRIM
+def _start(views: Mapping[str, _View]) -> int:
+    """The address from which on the views' storage is kept."""
+    storage = next(iter(views.values())).storage
+    reached = min(view.address for view in views.values())
+    return reached - (reached - storage) % TRIM
+
+
+def _storage_range(path: str, file: int, views: Mapping[str, _View], regions: Regions, cast_to: str) -> StorageRange:
+    """What of the file the storage under `views` is.  Raises SourceError."""
+    tensor = next(iter(views))
+    start = _start(views)
     nbytes = max(view.address + view.nbytes for view in views.values()) - start
     offset = regions.offset_of(start, nbytes) if nbytes else 0
     if offset is None:
         raise SourceError(path=path, tensor=tensor, reason="its bytes are not in the file")
     dtypes = sorted({view.dtype for view in views.values()})
-    targets = [cast_dtype(dtype, cast_to) for dtype in dtypes]
-    cast = targets != dtypes
-    if cast and len(dtypes) > 1:
+    if not any(cast_dtype(dtype, cast_to) != dtype for dtype in dtypes):
+        return StorageRange(file=file, offset=offset, nbytes=nbytes, tensor=tensor)
+    if len(dtypes) > 1:
         raise SourceError(
             path=path,
             tensor=tensor,
-            reason=f"{', '.join(views)} share one storage as {', '.join(dtypes)}, which no cast to {cast_to} keeps; "
-            "load it without a cast",
+            reason=f"{', '.join(views)} share one storage as {', '.join(dtypes)}, and a cast to {cast_to} would part "
+            "them; load it without a cast",
         )
-    part = StorageRange(
-        file=file,
-        offset=offset,
-        nbytes=nbytes,
-        tensor=tensor,
-        dtype=dtypes[0] if cast else "",
-        cast_to=targets[0] if cast else "",
-    )
-    from_size, to_size = DTYPE_ITEMSIZE[dtypes[0]], DTYPE_ITEMSIZE[targets[0]]
-    specs = [
+    return StorageRange(file=file, offset=offset, nbytes=nbytes, tensor=tensor, dtype=dtypes[0], cast_to=cast_to)
+
+
+def _tensor_specs(views: Mapping[str, _View], part: StorageRange, storage: int) -> list[TensorSpec]:
+    start = _start(views)
+    return [
         TensorSpec(
             name=name,
-            dtype=cast_dtype(view.dtype, cast_to),
+            dtype=part.cast_to or view.dtype,
             shape=view.shape,
             storage=storage,
-            offset=(view.address - start) * to_size // from_size if cast else view.address - start,
+            offset=part.filled_offset(view.address - start),
             stride=view.stride,
             kind=view.kind,
             requires_grad=view.requires_grad,
         )
         for name, view in views.items()
     ]
-    return part, specs

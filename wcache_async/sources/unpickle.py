@@ -180,14 +180,23 @@ class _SkippingReader:
 
 def _refuse(file: CheckpointFile, error: Exception) -> NoReturn:
     """Raise SourceError for what `torch.load` raised, in words about the file."""
-    text = str(error)
-    if named := re.search(r"(?:GLOBAL:?|global) ([\w.]+)", text):
+    if named := re.search(r"(?:GLOBAL:?|global) ([\w.]+)", str(error)):
         reason = (
             f"it holds pickled code or objects besides tensors ({named[1]}), which weights_only refuses to load; "
             "save the state_dict() alone, best as safetensors"
         )
     elif file.head(len(ZIP_HEAD)) != ZIP_HEAD and LEGACY_MAGIC not in file.head(64):
-        reason = "it is no torch checkpoint: it begins neither as a zip archive nor as torch.save's older format does"
+        reason = (
+            "it is no torch checkpoint: it begins neither as a zip archive nor as torch.save's older format does; "
+            "other pickles can run code and are refused, as by weights_only; save the tensors as safetensors"
+        )
     else:
-        reason = f"torch.load cannot read it: {text.splitlines()[0] if text else type(error).__name__}"
+        reason = f"torch.load cannot read it with weights_only: {_gist(error)}"
     raise SourceError(path=file.path, reason=reason) from error
+
+
+def _gist(error: Exception) -> str:
+    """The line of torch's text that says what is wrong, without the advice around it."""
+    advice = ("Weights only load failed", "Please file an issue", "Check the documentation")
+    lines = [line for line in str(error).splitlines() if line and not line.startswith(advice)]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
