@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
 
+from wcache_async.errors import BackendUnavailable
 from wcache_async.manifest import StateManifest, StateSpec, TensorEntry
 from wcache_async.protocol.messages import FetchStateResponse
 from wcache_async.sockets.fds import OwnedFd
@@ -35,6 +36,7 @@ __all__ = [
     "SHM_FD_BACKEND",
     "TORCH_IPC_BACKEND",
     "VMM_FD_BACKEND",
+    "BufferMode",
     "Capabilities",
     "ImportOptions",
     "MappingMode",
@@ -67,19 +69,25 @@ class Capabilities:
 
 
 MappingMode = Literal["private", "read_only"]
+BufferMode = Literal["private", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     """What a client may choose about its own view of a state.
 
-    `mapping`: ``private`` gives writable tensors whose writes stay in this process, a page
+    `mapping`, of `shm_fd`: ``private`` gives writable tensors whose writes stay in this process, a page
     copied at the first write to it; ``read_only`` gives tensors an in-place write to which
     kills the process (SIGSEGV: torch knows no read-only tensors), and which copy to a GPU at
     full speed where private writable pages do not.
+
+    `buffers`, of `vmm_fd`, whose parameters are read-only: ``private`` copies every storage that
+    a buffer lies on to memory of the process's own, as engines write them; ``shared`` leaves them
+    in the arenas, where a kernel's write to them is an illegal access.
     """
 
     mapping: MappingMode = "private"
+    buffers: BufferMode = "private"
 
     def __post_init__(self) -> None:
         if self.mapping not in get_args(MappingMode):
@@ -125,6 +133,7 @@ class WeightCacheTransportBackend(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    """What holds for tensors on every device it carries."""
 
     def __init__(self, options: ImportOptions | None = None) -> None:
         """`options` matter to the client's half alone."""
@@ -139,6 +148,16 @@ class WeightCacheTransportBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up arenas and fds; tensors already imported stay valid.  Idempotent."""
+
+    @classmethod
+    def capabilities_on(cls, device_type: str) -> Capabilities:
+        """`capabilities` for tensors on one torch device type, where they differ by that."""
+        return cls.capabilities
+
+    @property
+    def survives_daemon_exit(self) -> bool:
+        """Whether the tensors of this very state stay valid when the daemon dies."""
+        return self.capabilities.survives_daemon_exit
 
     @property
     @abstractmethod
@@ -175,6 +194,14 @@ class WeightCacheTransportBackend(ABC):
         adds its own.  Fills in `transport_backend`, `payload` and `resident_bytes`.  Raises
         StateUnloaded once closed.
         """
+
+    def read_arena(self, number: int, offset: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        """`nbytes` at `offset` of an exported arena, in host memory, for another backend to copy.  Blocks.
+
+        What lets one state be served through two backends.  Raises StateUnloaded where the state was
+        given up, and BackendUnavailable from a backend that cannot look into its own arenas.
+        """
+        raise BackendUnavailable(name=self.name, reason="it cannot read back what it exported")
 
     # ----------------------------------------------------------------------------- client
     @abstractmethod

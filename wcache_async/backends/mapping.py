@@ -45,6 +45,8 @@ class Access(Enum):
     """A write is SIGSEGV.  Refused (EPERM) for a write-sealed memfd by kernels before 6.7."""
     PRIVATE_READ = (mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_NORESERVE)
     """A write is SIGSEGV; long-term pinning (GPU registration) copies the pages."""
+    ANONYMOUS = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Zeroed memory of this process alone; the fd is -1."""
 
 
 def map_pages(fd: int, nbytes: int, access: Access) -> Pages:

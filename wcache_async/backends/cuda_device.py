@@ -1,0 +1,182 @@
+"""One GPU as this process sees it: found by UUID, checked for what sharing needs, with a thread of its own.
+
+The thread is where exports, imports and unmapping happen, one after the other.  Finalisers hand
+their driver calls to it too: they run in whatever thread drops the last tensor, the event loop's
+among them, and unmapping has to wait for the GPU.
+"""
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+from wcache_async.backends import cuda_driver
+from wcache_async.backends.base import VMM_FD_BACKEND
+from wcache_async.backends.cuda_driver import Attribute
+from wcache_async.errors import BackendUnavailable, CudaDriverError
+
+__all__ = ["Device", "device_by_name", "device_by_uuid"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("wcache_async.backends")
+
+
+class Device:
+    """A GPU of this process; get one from `device_by_name` or `device_by_uuid`."""
+
+    def __init__(self, ordinal: int, uuid: str) -> None:
+        self.ordinal = ordinal
+        self.uuid = uuid
+        self.granularity = cuda_driver.granularity(ordinal)
+        """What arenas' sizes are multiples of, in bytes."""
+        self._context = cuda_driver.retain_primary_context(ordinal)
+        # SimpleQueue's put may interrupt itself, which a finaliser's can do (its documentation).
+        self._jobs: queue.SimpleQueue[tuple[Future[None] | None, Callable[[], None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=f"wcache-cuda-{ordinal}", daemon=True).start()
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Make the device the calling thread's while entered."""
+        cuda_driver.push_context(self._context)
+        try:
+            yield
+        finally:
+            cuda_driver.pop_context()
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes free and in all."""
+        with self.context():
+            return cuda_driver.memory_info()
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device that this process has queued."""
+        with self.context():
+            cuda_driver.synchronize()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do `work` in the device's thread, its context current.
+
+        A cancelled caller does not stop what has begun: what `work` returns is then dropped, and
+        so must free itself.
+        """
+        results: list[T] = []
+        future = self._submit(lambda: results.append(work()))
+        try:
+            await asyncio.wrap_future(future)
+        except BaseException:
+            # The traceback keeps this frame, and would keep what is still to come.
+            future.add_done_callback(lambda _: results.clear())
+            raise
+        return results.pop()
+
+    def run_blocking(self, work: Callable[[], None]) -> None:
+        """Do `work` in the device's thread, and wait for it; not from that thread itself."""
+        self._submit(work).result()
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have `work` done some time later.  For finalisers: never blocks, and may interrupt itself."""
+        self._jobs.put((None, work))
+
+    def _submit(self, work: Callable[[], None]) -> "Future[None]":
+        future: Future[None] = Future()
+        self._jobs.put((future, work))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, work = self._jobs.get()
+            if future is None or future.set_running_or_notify_cancel():
+                try:
+                    with self.context():
+                        work()
+                except BaseException as error:  # The waiter's to handle, KeyboardInterrupt included.
+                    if future is None:
+                        logger.error("freeing memory of %s failed: %s", self.uuid, error)
+                    else:
+                        future.set_exception(error)
+                else:
+                    if future is not None:
+                        future.set_result(None)
+            del future, work  # What they hold must not live until the next job comes.
+
+
+def device_by_name(name: str) -> Device:
+    """The device torch calls ``cuda:N``, or by ``GPU-…`` UUID; ``cuda`` is the first.
+
+    Blocks.  Raises BackendUnavailable, CudaDriverError.
+    """
+    if name.startswith("GPU-"):
+        return device_by_uuid(name)
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (name == "cuda" or (number.isascii() and number.isdigit())):
+        raise _unavailable(f"it holds memory of CUDA devices, and {name!r} was asked for")
+    ordinal = int(number or 0)
+    uuids = _visible_uuids()
+    if ordinal >= len(uuids):
+        raise _unavailable(f"{name} was asked for, and {_seen(uuids)}")
+    return _device(ordinal, uuids[ordinal])
+
+
+def device_by_uuid(uuid: str) -> Device:
+    """The device with that UUID, whatever its number in this process.
+
+    Blocks.  Raises BackendUnavailable, CudaDriverError.
+    """
+    uuids = _visible_uuids()
+    if uuid not in uuids:
+        raise _unavailable(
+            f"the state is on {uuid}, and {_seen(uuids)}; add it to CUDA_VISIBLE_DEVICES (an instance of a GPU "
+            "in MIG mode is a device of its own, and can be shared only by processes on that very instance)"
+        )
+    return _device(uuids.index(uuid), uuid)
+
+
+_devices: dict[tuple[int, int], Device] = {}
+_lock = threading.Lock()
+
+
+def _device(ordinal: int, uuid: str) -> Device:
+    with _lock:
+        key = (os.getpid(), ordinal)
+        device = _devices.get(key)
+        if device is None:
+            _check(ordinal, uuid)
+            device = _devices[key] = Device(ordinal, uuid)
+        return device
+
+
+def _check(ordinal: int, uuid: str) -> None:
+    required = {
+        Attribute.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: "virtual memory management (cuMemCreate)",
+        Attribute.HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: "memory handles that are file descriptors",
+    }
+    for attribute, what in required.items():
+        if not cuda_driver.device_attribute(ordinal, attribute):
+            raise _unavailable(f"{uuid} (cuda:{ordinal}) does not support {what}")
+
+
+def _visible_uuids() -> list[str]:
+    try:
+        cuda_driver.initialize()
+        return [cuda_driver.device_uuid(ordinal) for ordinal in range(cuda_driver.device_count())]
+    except CudaDriverError as error:
+        forked = (
+            "; a process forked from one that used CUDA cannot use it: start it with the spawn method"
+            if error.name == "CUDA_ERROR_NOT_INITIALIZED"
+            else ""
+        )
+        raise _unavailable(f"CUDA cannot be used: {error}{forked}") from error
+
+
+def _seen(uuids: list[str]) -> str:
+    return f"this process sees {', '.join(uuids)}" if uuids else "this process sees no CUDA device"
+
+
+def _unavailable(reason: str) -> BackendUnavailable:
+    return BackendUnavailable(name=VMM_FD_BACKEND, reason=reason)

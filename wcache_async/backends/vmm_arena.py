@@ -1,0 +1,161 @@
+"""Device memory that other processes can map: allocations, and mappings of them in this process.
+
+Physical memory lives until every handle on it, every mapping of it and every fd exported from it
+is gone, in any process (CUDA driver API, "Virtual Memory Management").  So an importer needs no
+handle once it has mapped, and outlives the exporter.
+"""
+
+import contextlib
+import functools
+import logging
+from typing import TYPE_CHECKING, Final
+
+from wcache_async.backends import cuda_driver
+from wcache_async.backends.cuda_device import Device
+from wcache_async.backends.device_memory import tensor_at
+from wcache_async.errors import CudaDriverError, InsufficientMemory
+from wcache_async.sockets.fds import OwnedFd
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ALIGNMENT", "Allocation", "Mapping", "insufficient_memory", "map_arena"]
+
+logger = logging.getLogger("wcache_async.backends")
+
+ALIGNMENT: Final = 512
+"""Bytes every storage is aligned to: what torch's own CUDA allocator gives, so that kernels which
+choose their loads by alignment choose the same ones."""
+
+
+class Allocation:
+    """A handle on physical memory of a device, held until `release` or until it is collected."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self._handle = handle
+
+    @classmethod
+    def create(cls, device: Device, nbytes: int) -> "Allocation":
+        """Take `nbytes`, a multiple of the device's granularity.  Blocks.  Raises CudaDriverError."""
+        return cls(device, cuda_driver.create_allocation(device.ordinal, nbytes))
+
+    @classmethod
+    def imported(cls, device: Device, fd: OwnedFd) -> "Allocation":
+        """The memory behind `fd`, which remains the caller's to close.  Blocks.  Raises CudaDriverError."""
+        return cls(device, cuda_driver.import_allocation(fd.fileno()))
+
+    @property
+    def released(self) -> bool:
+        return not self._handle
+
+    @property
+    def handle(self) -> int:
+        """Raises ValueError once released."""
+        if not self._handle:
+            raise ValueError("the allocation is released")
+        return self._handle
+
+    def export(self) -> OwnedFd:
+        """A new fd that another process imports.  Blocks.  Raises CudaDriverError, ValueError."""
+        return OwnedFd(cuda_driver.export_allocation(self.handle))
+
+    def release(self) -> None:
+        """Give up the handle; does nothing a second time.  Blocks.  Raises CudaDriverError."""
+        if self._handle:
+            cuda_driver.release_allocation(self._handle)
+            self._handle = 0
+
+    def __del__(self) -> None:
+        if self._handle:
+            self.device.post(functools.partial(cuda_driver.release_allocation, self._handle))
+
+
+class Mapping:
+    """A range of device addresses, with an allocation mapped there or not.
+
+    Unmapped and given back by `close`, or some time after it was collected, in the device's thread.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        """Reserve addresses.  Blocks.  Raises CudaDriverError."""
+        self.address = 0
+        self._mapped = False
+        self.device = device
+        self.nbytes = nbytes
+        self.address = cuda_driver.reserve_addresses(nbytes)
+
+    @property
+    def mapped(self) -> bool:
+        return self._mapped
+
+    def map(self, handle: int, *, writable: bool) -> None:
+        """Map an allocation.  Blocks.  Raises CudaDriverError, with nothing mapped then."""
+        cuda_driver.add_mapping(self.address, self.nbytes, handle)
+        self._mapped = True
+        try:
+            cuda_driver.set_access(self.address, self.nbytes, self.device.ordinal, writable=writable)
+        except BaseException:
+            with contextlib.suppress(CudaDriverError):  # Tried again when this object goes.
+                self.unmap()
+            raise
+
+    def make_read_only(self) -> None:
+        """Take the right to write away.  Blocks.  Raises CudaDriverError."""
+        cuda_driver.set_access(self.address, self.nbytes, self.device.ordinal, writable=False)
+
+    def unmap(self) -> None:
+        """Unmap and keep the addresses; does nothing where nothing is mapped.
+
+        Blocks.  Work on the device must not use it any more.  Raises CudaDriverError.
+        """
+        if self._mapped:
+            cuda_driver.remove_mapping(self.address, self.nbytes)
+            self._mapped = False
+
+    def close(self) -> None:
+        """Unmap and give the addresses back; does nothing a second time.  Blocks, like `unmap`."""
+        self.unmap()
+        if self.address:
+            cuda_driver.free_addresses(self.address, self.nbytes)
+            self.address = 0
+
+    def tensor(self, torch_device: "torch.device") -> "torch.Tensor":
+        """All of it as a uint8 tensor that keeps this object, and with it the mapping."""
+        return tensor_at(self.address, self.nbytes, torch_device, self)
+
+    def __del__(self) -> None:
+        if self.address:
+            self.device.post(functools.partial(_give_back, self.address, self.nbytes, self._mapped))
+
+
+def _give_back(address: int, nbytes: int, mapped: bool) -> None:
+    """What a collected Mapping leaves to the device's thread."""
+    if mapped:
+        try:
+            # Kernels may be running on tensors that Python has already dropped, and unmapping
+            # does not wait for them.
+            cuda_driver.synchronize()
+        except CudaDriverError as error:
+            logger.warning("unmapping without waiting for the device: %s", error)
+        cuda_driver.remove_mapping(address, nbytes)
+    cuda_driver.free_addresses(address, nbytes)
+
+
+def map_arena(fd: OwnedFd, mapping: Mapping) -> None:
+    """Map the arena behind `fd`, read-only.  Blocks.
+
+    Neither the fd nor a handle is needed afterwards; the fd remains the caller's to close.  Raises
+    CudaDriverError where it is no memory of this kind, or less than announced; nothing is mapped then.
+    """
+    allocation = Allocation.imported(mapping.device, fd)
+    try:
+        mapping.map(allocation.handle, writable=False)
+    finally:
+        allocation.release()
+
+
+def insufficient_memory(device: Device, needed: int) -> InsufficientMemory:
+    """The error for `needed` bytes the device could not give.  Blocks."""
+    available, _ = device.memory_info()
+    return InsufficientMemory(needed=needed, available=available, limit=f"free memory of {device.uuid}")

@@ -1,0 +1,224 @@
+"""A state's arenas in an importing process: mapped, copied where they will be written, put to sleep and woken."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from wcache_async.backends import cuda_driver
+from wcache_async.backends.base import VMM_FD_BACKEND
+from wcache_async.backends.cuda_device import Device, device_by_uuid
+from wcache_async.backends.device_memory import torch_device
+from wcache_async.backends.views import ArenaViews
+from wcache_async.backends.vmm_arena import ALIGNMENT, Mapping, insufficient_memory, map_arena
+from wcache_async.errors import BackendUnavailable, CudaDriverError, InsufficientMemory, InvalidManifest
+from wcache_async.manifest import (
+    DTYPE_ITEMSIZE,
+    Arena,
+    Kind,
+    StateManifest,
+    TensorEntry,
+    plan_layout,
+    tensor_extent,
+)
+from wcache_async.sockets.fds import OwnedFd
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ArenaImport"]
+
+logger = logging.getLogger("wcache_async.backends")
+
+
+class ArenaImport:
+    """The arenas of one state.  Everything blocks; `open`, `undo`, `unmap` and `remap` run in the device's thread."""
+
+    def __init__(
+        self, fds: Sequence[OwnedFd], manifest: StateManifest, *, shared_buffers: bool, torch_device_type: str
+    ) -> None:
+        """Check everything that can be checked, and find the device; maps nothing yet.
+
+        `fds`, one an arena, are taken over.  Raises InvalidManifest, BackendUnavailable,
+        CudaDriverError.
+        """
+        self._fds = deque(fds)
+        self._mappings: list[Mapping] = []
+        self.manifest = manifest
+        self.device: Device = device_by_uuid(_only_device(manifest))
+        _check_arenas(manifest, self.device)
+        self._torch_device = torch_device(torch_device_type, self.device.ordinal)
+        self._copies = _Copies(manifest, keep=shared_buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arenas and of the private copies."""
+        return self.manifest.tensor_bytes + self._copies.nbytes
+
+    def own_entry(self, entry: TensorEntry) -> TensorEntry:
+        """The entry as it lies in this process: in an arena, or in the private copies."""
+        return self._copies.moved.get(entry.name, entry)
+
+    def open(self) -> ArenaViews:
+        """Map every arena and make the private copies; each fd is closed once it is imported.
+
+        Raises InsufficientMemory, keeping what is done so that it may be called again to go on.
+        Where it raises anything else everything is undone.
+        """
+        try:
+            while self._fds:
+                mapping = Mapping(self.device, self.manifest.arenas[len(self._mappings)].nbytes)
+                self._map(mapping, self._fds[0])
+                self._mappings.append(mapping)
+                self._fds.popleft().close()
+            return self._views()
+        except InsufficientMemory:
+            raise
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Close the fds that are left and unmap what is mapped; does nothing a second time."""
+        while self._fds:
+            self._fds.popleft().close()
+        while self._mappings:
+            mapping = self._mappings.pop()
+            try:
+                mapping.close()
+            except CudaDriverError as error:
+                logger.warning("unmapping an arena of %s failed, and is tried again: %s", self.device.uuid, error)
+
+    def unmap(self) -> None:
+        """Unmap every arena once the device has finished with it; the addresses stay taken."""
+        cuda_driver.synchronize()
+        for mapping in self._mappings:
+            mapping.unmap()
+
+    def remap(self, fds: Sequence[OwnedFd]) -> None:
+        """Map the same arenas, exported anew, where they were; `fds` stay the caller's.
+
+        Raises InsufficientMemory, CudaDriverError, with everything unmapped.
+        """
+        try:
+            for mapping, fd in zip(self._mappings, fds, strict=True):
+                if not mapping.mapped:
+                    self._map(mapping, fd)
+        except BaseException:
+            self.unmap()
+            raise
+
+    def _map(self, mapping: Mapping, fd: OwnedFd) -> None:
+        try:
+            map_arena(fd, mapping)
+        except CudaDriverError as error:
+            if error.result != cuda_driver.OUT_OF_MEMORY:
+                raise
+            raise insufficient_memory(self.device, mapping.nbytes) from error
+
+    def _views(self) -> ArenaViews:
+        arenas = [mapping.tensor(self._torch_device) for mapping in self._mappings]
+        if self._copies.nbytes:
+            arenas.append(self._copy())
+        return ArenaViews(self._copies.manifest, arenas)
+
+    def _copy(self) -> "torch.Tensor":
+        import torch
+
+        try:
+            own = torch.empty(self._copies.nbytes, dtype=torch.uint8, device=self._torch_device)
+        except torch.OutOfMemoryError as error:
+            raise insufficient_memory(self.device, self._copies.nbytes) from error
+        for span in self._copies.spans:
+            source = self._mappings[span.arena].address + span.offset
+            cuda_driver.copy(own.data_ptr() + span.target, source, span.nbytes)
+        cuda_driver.synchronize()
+        return own
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """`nbytes` at `offset` of an arena, copied to `target` in the private memory."""
+
+    arena: int
+    offset: int
+    nbytes: int
+    target: int
+
+
+class _Copies:
+    """Which storages a process copies for itself: each that a buffer lies on, whole.
+
+    A parameter on such a storage is copied along, so that tensors which shared memory still do.
+    The copies form one more arena, and `manifest` has the moved entries there.
+    """
+
+    def __init__(self, manifest: StateManifest, *, keep: bool) -> None:
+        """With `keep` nothing is copied.  Raises InvalidManifest where storages overlap that may not."""
+        self.manifest = manifest
+        self.moved: dict[str, TensorEntry] = {}
+        self.spans: list[_Span] = []
+        self.nbytes = 0
+        private = {e.storage for e in manifest.tensors if e.kind is not Kind.PARAMETER}
+        if keep or not private:
+            return
+        entries: dict[int, list[TensorEntry]] = {}
+        for entry in manifest.tensors:
+            if entry.storage in private and 0 not in entry.shape:
+                entries.setdefault(entry.storage, []).append(entry)
+        reaches = [self._reach(on_it) for on_it in entries.values()]
+        # Storages lie side by side: copies larger than what there is would be of a lying manifest.
+        if sum(high - low for low, high in reaches) > manifest.tensor_bytes:
+            raise InvalidManifest(tensor="", reason="storages of buffers overlap")
+        layout = plan_layout([high - low for low, high in reaches], alignment=ALIGNMENT, granularity=ALIGNMENT)
+        if not reaches:
+            return
+        self.nbytes = sum(layout.arena_nbytes)
+        own_arena = len(manifest.arenas)
+        for on_it, (low, high), (_, target) in zip(entries.values(), reaches, layout.places, strict=True):
+            self.spans.append(_Span(on_it[0].arena, low, high - low, target))
+            for entry in on_it:
+                offset = target + entry.offset - low
+                self.moved[entry.name] = msgspec.structs.replace(entry, arena=own_arena, offset=offset)
+        self.manifest = msgspec.structs.replace(
+            manifest,
+            arenas=(*manifest.arenas, Arena(self.nbytes, manifest.arenas[0].device)),
+            tensors=tuple(self.moved.get(entry.name, entry) for entry in manifest.tensors),
+        )
+
+    def _reach(self, entries: Sequence[TensorEntry]) -> tuple[int, int]:
+        """First byte, at its storage's alignment, and one past the last that the entries reach in their arena."""
+        low = min(entry.offset for entry in entries)
+        high = max(
+            entry.offset + tensor_extent(entry) * DTYPE_ITEMSIZE[self.manifest.dtype_of(entry)] for entry in entries
+        )
+        return low - low % ALIGNMENT, high
+
+
+def _only_device(manifest: StateManifest) -> str:
+    devices = {arena.device for arena in manifest.arenas}
+    if len(devices) > 1:
+        raise BackendUnavailable(
+            name=VMM_FD_BACKEND,
+            reason=f"the state is on {len(devices)} devices ({', '.join(sorted(devices))}) and only states on one are "
+            "carried: give each GPU's tensors a rank of their own",
+        )
+    for device in devices:
+        return device
+    raise InvalidManifest(tensor="", reason="it has no arena")
+
+
+def _check_arenas(manifest: StateManifest, device: Device) -> None:
+    for number, arena in enumerate(manifest.arenas):
+        if not arena.nbytes or arena.nbytes % device.granularity:
+            raise InvalidManifest(
+                tensor="",
+                reason=f"arena {number} has {arena.nbytes} bytes, no multiple of the {device.granularity} that "
+                f"{device.uuid} allocates by",
+            )
+    _, total = device.memory_info()
+    if manifest.tensor_bytes > total:
+        raise InvalidManifest(tensor="", reason=f"arenas of {manifest.tensor_bytes} bytes on a device of {total}")
