@@ -14,6 +14,7 @@ return, exception or signal, is the last thing its peer receives.
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import select
@@ -47,6 +48,8 @@ class Peer:
     def __init__(self, line: socket.socket, sockets: Sequence[socket.socket]) -> None:
         self._line = line
         self.sockets = tuple(sockets)
+        self.finalize = False
+        """Whether the child ends as an interpreter does, which takes a second, or at once."""
 
     def send(self, value: object) -> None:
         self._line.sendall(pickle.dumps(("value", value)))
@@ -156,6 +159,7 @@ def serve(control_fd: int) -> None:
     import wcache_async.backends.shm_fd  # noqa: F401  (imported once for every child)
 
     torch.set_num_threads(1)
+    gc.freeze()  # A collection in a child would copy every page that holds an object.
     control = socket.socket(fileno=control_fd)
     wakeup, noise = socket.socketpair()
     noise.setblocking(False)
@@ -174,10 +178,11 @@ def serve(control_fd: int) -> None:
         if not body:
             return
         given = [socket.socket(fileno=fd) for fd in fds]
+        with contextlib.suppress(Exception):  # The child meets it again, and reports it.
+            pickle.loads(body)  # Imports what the call needs here, for every later child too.
         pid = os.fork()
         if pid:
             lines[pid] = given[0]
-            given[0].sendall(str(pid).encode())
             for sock in given[1:]:
                 sock.close()
             continue
@@ -186,6 +191,7 @@ def serve(control_fd: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         for sock in (control, wakeup, noise, *lines.values()):
             sock.close()
+        given[0].sendall(str(os.getpid()).encode())
         _call(body, given[0], given[1:])
         return
 
@@ -194,10 +200,13 @@ def _call(body: bytes, line: socket.socket, sockets: Sequence[socket.socket]) ->
     try:
         function, values, indices, kwargs = pickle.loads(body)
         args = [value if index is None else sockets[index] for value, index in zip(values, indices, strict=True)]
-        function(Peer(line, sockets), *args, **kwargs)
+        peer = Peer(line, sockets)
+        function(peer, *args, **kwargs)
+        if not peer.finalize:
+            os._exit(0)
     except Exception:
         line.sendall(pickle.dumps(("error", traceback.format_exc()[-60_000:])))
-        sys.exit(1)
+        os._exit(1)
 
 
 def _report_ends(lines: dict[int, socket.socket]) -> None:
