@@ -192,6 +192,16 @@ def blocking_calls() -> Iterator[list[str]]:
         pytest.fail("blocked the event loop: " + "; ".join(_blocking_calls), pytrace=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def blocking_loop() -> None:
+    """The blocking client's loop, started before any test counts fds: it stays as long as the process."""
+    from wcache_async import blocking
+    from wcache_async.errors import NotRunning
+
+    with contextlib.suppress(NotRunning):
+        blocking.status("/nonexistent/wcache.sock")
+
+
 # ------------------------------------------------------------------------------- places to be
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:

@@ -17,13 +17,6 @@ from wcache_async.errors import ConfigMismatch, DaemonUnavailable, NotRunning, S
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def background_loop() -> None:
-    """Started before any test counts fds: it stays for the life of the process."""
-    with pytest.raises(NotRunning):
-        blocking.status("/nonexistent/wcache.sock")
-
-
 @pytest.fixture
 def socket_path(short_tmp: Path) -> Iterator[Path]:
     """The socket of a daemon that runs in another thread."""
