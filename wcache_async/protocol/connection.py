@@ -30,7 +30,14 @@ from wcache_async.errors import (
     UnknownMessage,
     VersionMismatch,
 )
-from wcache_async.protocol.framing import EndOfStream, FrameDecoder, FrameFault, Segment, encode_frame
+from wcache_async.protocol.framing import (
+    MAX_FDS_PER_FRAME,
+    EndOfStream,
+    FrameDecoder,
+    FrameFault,
+    Segment,
+    encode_frame,
+)
 from wcache_async.protocol.messages import (
     PROTOCOL_VERSIONS,
     ErrorResponse,
@@ -132,7 +139,7 @@ class Connection(Generic[F]):
         self._max_send = max_response if daemon else max_request
         self._decoder: FrameDecoder[F] = FrameDecoder(
             max_body=min(MAX_HELLO_NBYTES, max_request) if daemon else max_response,
-            max_fds=0 if daemon else 8192,
+            max_fds=0 if daemon else MAX_FDS_PER_FRAME,
         )
         self._events: list[Event[F]] = []
         self._segments: list[Segment[F]] = []

@@ -37,6 +37,7 @@ from wcache_async.errors import (
 __all__ = [
     "FRAME_VERSION",
     "HEADER_NBYTES",
+    "MAX_FDS_PER_FRAME",
     "MAX_FDS_PER_MESSAGE",
     "EndOfStream",
     "Frame",
@@ -53,6 +54,8 @@ FRAME_VERSION: Final = 1
 FDS_ONLY: Final = 0x01
 MAX_FDS_PER_MESSAGE: Final = 253
 """SCM_MAX_FD: the kernel answers EINVAL to one more."""
+MAX_FDS_PER_FRAME: Final = 8192
+"""What a client takes with one response; it bounds what a hostile peer can make it hold."""
 
 _header = Struct("<4sBBHIQ")
 HEADER_NBYTES: Final = _header.size
@@ -108,7 +111,7 @@ class FrameDecoder(Generic[F]):
     everything received is dropped and every fd is left for `take_fds`.
     """
 
-    def __init__(self, *, max_body: int, max_fds: int = 8192) -> None:
+    def __init__(self, *, max_body: int, max_fds: int = MAX_FDS_PER_FRAME) -> None:
         self.max_body = max_body
         self.max_fds = max_fds
         self._buffer = bytearray()
