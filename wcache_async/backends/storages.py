@@ -26,6 +26,14 @@ class StorageRegion:
 
 def refusal(tensor: "torch.Tensor", devices: Collection[str]) -> str | None:
     """Why the bytes of `tensor` cannot be shared as they lie, or None; `devices` are torch device types."""
+    try:
+        return _refusal(tensor, devices)
+    except (RuntimeError, ValueError) as error:  # Lazy and wrapping tensors raise from whatever they are asked.
+        return str(error)
+
+
+def _refusal(tensor: "torch.Tensor", devices: Collection[str]) -> str | None:
+    kind = type(tensor).__name__
     if tensor.is_meta:
         return "it is on the meta device and has no bytes"
     if tensor.device.type not in devices:
@@ -35,17 +43,13 @@ def refusal(tensor: "torch.Tensor", devices: Collection[str]) -> str | None:
     if tensor.is_nested or str(tensor.layout) != "torch.strided":
         return f"its layout is {tensor.layout}{' (nested)' if tensor.is_nested else ''}, not torch.strided"
     if hasattr(tensor, "__tensor_flatten__"):
-        return f"a {type(tensor).__name__} wraps other tensors; share those"
+        return f"a {kind} wraps other tensors; share those"
     if tensor.is_conj() or tensor.is_neg():
         return "it is a lazy conjugate or negation; call resolve_conj() or resolve_neg()"
     if _dtype_name(tensor) not in DTYPE_ITEMSIZE:
         return f"its dtype {tensor.dtype} is unknown"
-    try:
-        storage, _ = tensor.untyped_storage(), tensor.shape
-    except (RuntimeError, NotImplementedError) as error:
-        return str(error)
-    if storage.device.type != tensor.device.type:
-        return f"a {type(tensor).__name__} has no memory of its own"
+    if tensor.untyped_storage().device.type != tensor.device.type:
+        return f"a {kind} has no memory of its own"
     return None
 
 
