@@ -1,0 +1,101 @@
+"""`wcache verify`: every byte that a client sees against the checkpoint on disk."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wcache_async.cli.options import AsJson, DtypeName, ModelPath, Rank, SocketPath, SourceKind, model_name
+from wcache_async.cli.outcome import ExitCode, print_json, reported
+from wcache_async.cli.progress import progress_display
+from wcache_async.cli.units import count_text, size_text
+
+if TYPE_CHECKING:
+    from wcache_async.cli.compare import Comparison
+    from wcache_async.client.fetch import FetchedState
+
+__all__ = ["verify"]
+
+
+@reported
+def verify(
+    model: ModelPath,
+    *,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name",
+            metavar="N",
+            show_default=False,
+            help="The state's name. Default: the folder's name, or the file's without its suffix.",
+        ),
+    ] = "",
+    rank: Rank = 0,
+    socket_path: SocketPath = None,
+    source: SourceKind = "auto",
+    dtype: DtypeName = "",
+    as_json: AsJson = False,
+) -> ExitCode:
+    """Compare a state with its checkpoint, byte by byte.
+
+    Names, shapes and dtypes are compared too.  Give --dtype and --source as they were given to
+    serve or load.  Exits with 1 on any difference, and names each.
+
+    \b
+    Example:
+      wcache verify ./llama-8b --name llama-8b
+      wcache verify ./llama-8b --name llama-8b --dtype bfloat16 --json
+    """
+    import asyncio
+
+    import uvloop
+
+    from wcache_async.cli.attach import attached
+    from wcache_async.cli.compare import compare_with_source
+    from wcache_async.sources import open_source
+
+    name = name or model_name(model)
+
+    async def run() -> "tuple[FetchedState, Comparison]":
+        async with attached(socket_path, name, rank=rank, client="wcache verify") as attachment:
+            with progress_display() as display:
+                update = display.track(f"comparing {name}:{rank}", quiet_s=2.0)
+
+                def compare() -> "Comparison":
+                    with open_source(model, kind=source, dtype=dtype) as opened:
+                        return compare_with_source(opened, attachment.tensors, update)
+
+                return attachment.state, await asyncio.to_thread(compare)
+
+    state, comparison = uvloop.run(run())
+    if as_json:
+        print_json(_as_builtins(model, state, comparison))
+    else:
+        _print(model, state, comparison)
+    return ExitCode.DIFFERENT if comparison.differences else ExitCode.OK
+
+
+def _as_builtins(model: str, state: "FetchedState", comparison: "Comparison") -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "name": state.name,
+        "rank": state.rank,
+        "generation": state.generation,
+        "model": model,
+        "transport_backend": state.transport_backend,
+        "tensors": comparison.tensors,
+        "bytes": comparison.nbytes,
+        "equal": not comparison.differences,
+        "differences": [asdict(difference) for difference in comparison.differences],
+    }
+
+
+def _print(model: str, state: "FetchedState", comparison: "Comparison") -> None:
+    what = f"{state.name}:{state.rank} generation {state.generation} through {state.transport_backend}"
+    compared = f"{count_text(comparison.tensors, 'tensor')}, {size_text(comparison.nbytes)}"
+    if not comparison.differences:
+        print(f"{what} equals {model}: {compared}, every byte")
+        return
+    print(f"{what} differs from {model} in {len(comparison.differences)} of {compared}:")
+    for difference in comparison.differences:
+        print(f"  {difference}")
