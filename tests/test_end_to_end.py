@@ -47,7 +47,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+        total.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
