@@ -34,6 +34,7 @@ __all__ = [
     "decode_manifest",
     "encode_manifest",
     "plan_layout",
+    "spec_of",
     "tensor_extent",
     "validate_manifest",
 ]
@@ -221,6 +222,43 @@ def build_manifest(spec: StateSpec, layout: Layout, devices: Sequence[str] = ())
         )
     arenas = tuple(Arena(nbytes, devices[i] if devices else "cpu") for i, nbytes in enumerate(layout.arena_nbytes))
     return StateManifest(dtypes, arenas, tuple(entries), dict(spec.aliases))
+
+
+def spec_of(manifest: StateManifest) -> tuple[StateSpec, list[tuple[int, int]]]:
+    """A valid manifest as a spec that can be laid out anew, and where each of its storages starts.
+
+    The starts are ``(arena number, byte offset)`` by storage.  A storage is what its tensors
+    reach, from a multiple of ALIGNMENT on.
+    """
+    storages: dict[int, tuple[int, int, int]] = {}  # arena, start, end
+    for entry in manifest.tensors:
+        nbytes = tensor_extent(entry) * DTYPE_ITEMSIZE[manifest.dtype_of(entry)]
+        low, high = entry.offset - entry.offset % ALIGNMENT, entry.offset + nbytes
+        _, start, end = storages.get(entry.storage, (0, low, low))
+        if nbytes:
+            storages[entry.storage] = (entry.arena, low if start == end else min(start, low), max(end, high))
+        else:
+            storages.setdefault(entry.storage, (entry.arena, low, low))
+    number = {storage: i for i, storage in enumerate(storages)}
+    tensors = tuple(
+        TensorSpec(
+            name=entry.name,
+            dtype=manifest.dtype_of(entry),
+            shape=entry.shape,
+            storage=number[entry.storage],
+            offset=entry.offset - storages[entry.storage][1] if tensor_extent(entry) else 0,
+            stride=entry.stride or contiguous_stride(entry.shape),
+            kind=entry.kind,
+            requires_grad=entry.requires_grad,
+        )
+        for entry in manifest.tensors
+    )
+    spec = StateSpec(
+        storages=tuple(end - start for _, start, end in storages.values()),
+        tensors=tensors,
+        aliases=dict(manifest.aliases),
+    )
+    return spec, [(arena, start) for arena, start, _ in storages.values()]
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -165,8 +165,8 @@ async def test_memory_is_given_back_with_the_last_lease(exporter: Exporter, monk
     monkeypatch.setattr(ShmFdTransportBackend, "close", noting)
     generation = begin(exporter, Memory())
     await exporter.loaded(generation)
-    _, lease = exporter.grant(7, generation, ["shm_fd"])
-    exporter.grant(8, generation, ["shm_fd"])
+    _, lease = await exporter.grant(7, generation, ["shm_fd"])
+    await exporter.grant(8, generation, ["shm_fd"])
     await exporter.unload("m", None)
     assert closed == []
     await exporter.release(7, lease)
@@ -180,8 +180,8 @@ async def test_a_large_manifest_travels_as_a_memfd(exporter: Exporter) -> None:
     small, large = begin(exporter, Memory(), "small"), begin(exporter, Memory(storages=3000, nbytes=1), "large")
     await exporter.loaded(small)
     await exporter.loaded(large)
-    inline, _ = exporter.grant(1, small, ["shm_fd"])
-    memfd, _ = exporter.grant(1, large, ["shm_fd"])
+    inline, _ = await exporter.grant(1, small, ["shm_fd"])
+    memfd, _ = await exporter.grant(1, large, ["shm_fd"])
     assert inline.manifest is not None
     assert inline.manifest_fd is None
     assert memfd.manifest is None

@@ -45,6 +45,7 @@ __all__ = [
     "StateTensors",
     "StateWriter",
     "WeightCacheTransportBackend",
+    "device_type_of",
 ]
 
 TORCH_IPC_BACKEND = "torch_ipc"
@@ -66,6 +67,11 @@ class Capabilities:
     needs_shared_pid_namespace: bool
     devices: frozenset[str]
     """torch device types it carries, e.g. ``cpu``, ``cuda``."""
+
+
+def device_type_of(device: str) -> str:
+    """``cpu`` or ``cuda``, of a torch device such as ``cuda:1``, or a GPU's UUID."""
+    return "cuda" if device.startswith("GPU-") else device.partition(":")[0]
 
 
 MappingMode = Literal["private", "read_only"]
@@ -150,6 +156,13 @@ class WeightCacheTransportBackend(ABC):
         """Give up arenas and fds; tensors already imported stay valid.  Idempotent."""
 
     @classmethod
+    def device_refusal(cls, device: str) -> str | None:
+        """Why it cannot hold tensors on that torch device in this process, or None if it can."""
+        if device_type_of(device) in cls.capabilities.devices:
+            return None
+        return f"it carries {', '.join(sorted(cls.capabilities.devices))} tensors, not {device_type_of(device)}"
+
+    @classmethod
     def capabilities_on(cls, device_type: str) -> Capabilities:
         """`capabilities` for tensors on one torch device type, where they differ by that."""
         return cls.capabilities
@@ -195,11 +208,11 @@ class WeightCacheTransportBackend(ABC):
         StateUnloaded once closed.
         """
 
-    def read_arena(self, number: int, offset: int, nbytes: int) -> AbstractContextManager[memoryview]:
-        """`nbytes` at `offset` of an exported arena, in host memory, for another backend to copy.  Blocks.
+    def read_arena(self, number: int, offset: int, into: memoryview) -> None:
+        """Fill `into`, host memory, with an exported arena's bytes from `offset` on.  Blocks.
 
-        What lets one state be served through two backends.  Raises StateUnloaded where the state was
-        given up, and BackendUnavailable from a backend that cannot look into its own arenas.
+        What lets another backend serve the same state.  Raises BackendUnavailable from a backend that
+        cannot look into its own arenas, and ValueError once closed.
         """
         raise BackendUnavailable(name=self.name, reason="it cannot read back what it exported")
 

@@ -14,7 +14,16 @@ from typing import Final
 from wcache_async.errors import InvalidMemfd
 from wcache_async.sockets.fds import OwnedFd
 
-__all__ = ["SEALS", "check_memfd", "create_memfd", "read_memfd", "seal_memfd", "sealed_memfd", "write_memfd"]
+__all__ = [
+    "SEALS",
+    "check_memfd",
+    "create_memfd",
+    "read_memfd",
+    "read_memfd_into",
+    "seal_memfd",
+    "sealed_memfd",
+    "write_memfd",
+]
 
 _SEAL_NAMES: Final = {
     fcntl.F_SEAL_SEAL: "F_SEAL_SEAL",
@@ -99,3 +108,13 @@ def read_memfd(fd: OwnedFd, nbytes: int, what: str) -> bytes:
         parts.append(part)
         offset += len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_memfd_into(fd: OwnedFd, into: memoryview, offset: int) -> None:
+    """Fill `into` with the bytes from `offset` on, all of which must be there.  Raises OSError."""
+    while into:
+        read = os.preadv(fd.fileno(), [into], offset)  # At most 2 GiB a call (read(2), NOTES).
+        if not read:
+            raise OSError(errno.ENODATA, f"{len(into)} bytes are missing at offset {offset}")
+        into = into[read:]
+        offset += read

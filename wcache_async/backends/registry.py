@@ -18,6 +18,7 @@ from wcache_async.backends.base import (
     ImportOptions,
     StateTensors,
     WeightCacheTransportBackend,
+    device_type_of,
 )
 from wcache_async.errors import BackendNotAccepted, BackendUnavailable, UnknownBackend
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "choose_accepted",
     "choose_daemon_transport_backend",
     "choose_for_device",
     "get_client_transport_backend",
@@ -101,18 +103,44 @@ def choose_for_device(device: str, requested: str = "auto") -> WeightCacheTransp
     ``auto`` is the best that works here; a backend asked for by name is that one or an error.
     Raises UnknownBackend, BackendUnavailable.
     """
-    device_type = device.partition(":")[0]
     if requested != "auto":
         backend = get_transport_backend_class(requested)
-        if device_type not in backend.capabilities.devices:
-            carried = ", ".join(sorted(backend.capabilities.devices))
-            raise BackendUnavailable(name=requested, reason=f"it carries {carried} tensors, not {device_type}")
+        reason = backend.device_refusal(device)
+        if reason is not None:
+            raise BackendUnavailable(name=requested, reason=reason)
         return backend()
-    order = _AUTOMATIC_ORDER.get(device_type) or known_backends()
+    order = _order(device)
+    reasons = []
     for backend in _all_usable(order):
-        if device_type in backend.capabilities.devices:
+        reason = backend.device_refusal(device)
+        if reason is None:
             return backend()
-    raise BackendUnavailable(name="auto", reason=f"none of {', '.join(order)} works here for {device_type} tensors")
+        reasons.append(f"{backend.name}: {reason}")
+    raise BackendUnavailable(
+        name="auto",
+        reason=f"none of {', '.join(order)} works here for {device} tensors"
+        + (f" ({'; '.join(reasons)})" if reasons else ""),
+    )
+
+
+def choose_accepted(device: str, accepted: Sequence[str]) -> type[WeightCacheTransportBackend]:
+    """The best backend for tensors on a torch device, or on a GPU told by UUID, that the client accepts.
+
+    Names in `accepted` that are unknown here are a newer client's, and passed over.  Blocks where
+    one is no built-in's.  Raises BackendNotAccepted.
+    """
+    order = _order(device)
+    others = [name for name in accepted if name not in _BUILT_IN]
+    able = [backend for backend in _all_usable([*order, *others]) if backend.device_refusal(device) is None]
+    for backend in able:
+        if backend.name in accepted:
+            return backend
+    raise BackendNotAccepted(accepted=list(accepted), exportable=[backend.name for backend in able])
+
+
+def _order(device: str) -> Sequence[str]:
+    order = _AUTOMATIC_ORDER.get(device_type_of(device))
+    return known_backends() if order is None else order
 
 
 def _all_usable(names: Iterable[str]) -> list[type[WeightCacheTransportBackend]]:

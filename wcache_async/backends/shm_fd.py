@@ -30,7 +30,7 @@ from wcache_async.backends.base import (
     WeightCacheTransportBackend,
 )
 from wcache_async.backends.mapping import Access, Pages, map_pages, populate
-from wcache_async.backends.memfd import check_memfd, create_memfd, seal_memfd, write_memfd
+from wcache_async.backends.memfd import check_memfd, create_memfd, read_memfd_into, seal_memfd, write_memfd
 from wcache_async.backends.memory import Reservation, available_memory
 from wcache_async.backends.storages import describe_tensors, refusal
 from wcache_async.backends.views import ArenaViews
@@ -144,12 +144,23 @@ class ShmFdTransportBackend(WeightCacheTransportBackend):
                 raise StateUnloaded(name=response.name, rank=response.rank)
             # Duplicates: a frame may wait long for a slow reader, and an unload meanwhile must
             # not let its fds' numbers come to mean other files.
-            duplicates = [owned.enter_context(arena.duplicate()) for arena in self._arenas]
+            try:
+                duplicates = [owned.enter_context(arena.duplicate()) for arena in self._arenas]
+            except OSError as error:
+                raise BackendUnavailable(
+                    name=self.name,
+                    reason=f"the daemon has no descriptor left to send ({error.strerror}); raise ulimit -n",
+                ) from error
             completed = msgspec.structs.replace(
                 response, transport_backend=self.name, payload=self._payload, resident_bytes=self._resident_bytes
             )
             owned.pop_all()
             await stream.send(completed, [*fds, *duplicates])
+
+    def read_arena(self, number: int, offset: int, into: memoryview) -> None:
+        if not self._arenas:
+            raise ValueError(_CLOSED)
+        read_memfd_into(self._arenas[number], into, offset)
 
     # ----------------------------------------------------------------------------- client
     async def recv_fetch_state_response(
@@ -273,6 +284,7 @@ class _ShmFdWriter(StateWriter):
 
 
 _WRITER_DONE = "the state is finished or was given up"
+_CLOSED = "the export is closed"
 
 
 def _allocate(fd: OwnedFd, pages: Pages, offset: int, nbytes: int) -> None:
@@ -280,6 +292,8 @@ def _allocate(fd: OwnedFd, pages: Pages, offset: int, nbytes: int) -> None:
 
     Only now and only these, so that a source which frees as it goes never peaks at two copies.
     """
+    if not nbytes:
+        return  # Which fallocate(2) would refuse.
     try:
         populate(pages, offset, nbytes)
     except OSError as error:

@@ -140,10 +140,10 @@ class TorchIpcTransportBackend(WeightCacheTransportBackend):
             owned.pop_all()
             await stream.send(completed, [*fds, *lent])
 
-    @contextmanager
-    def read_arena(self, number: int, offset: int, nbytes: int) -> Iterator[memoryview]:
-        with self._arenas[number].read(offset, nbytes) as view:
-            yield view
+    def read_arena(self, number: int, offset: int, into: memoryview) -> None:
+        if not self._arenas:
+            raise ValueError("the export is closed")
+        self._arenas[number].read(offset, into)
 
     # ----------------------------------------------------------------------------- client
     async def recv_fetch_state_response(

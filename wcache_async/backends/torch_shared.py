@@ -46,11 +46,11 @@ class SharedArena:
         with _bytes_of(storage) as whole, whole[offset : offset + nbytes] as part:
             yield part
 
-    @contextmanager
-    def read(self, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Bytes of it, read-only."""
-        with self.write(offset, nbytes) as part, part.toreadonly() as view:
-            yield view
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with its bytes from `offset` on."""
+        if into:
+            target = ctypes.c_uint8.from_buffer(into)
+            ctypes.memmove(ctypes.addressof(target), self._allocated().data_ptr() + offset, len(into))
 
     def copy_from(self, offset: int, address: int, nbytes: int) -> None:
         """Fill a part with this process's memory at `address`."""

@@ -1,5 +1,9 @@
 """Loads sources into exports, keeps them, and performs what the state table decides.
 
+A state is exported through one backend when it is loaded, and once more, a second copy, when
+a client comes that does not accept that one; unless the daemon's user named it, which means it
+alone.
+
 Loading runs in threads, one state at a time, so that each memory check sees what the last
 load took.  Freeing runs in a thread as well: giving back a large state takes the kernel long.
 """
@@ -10,16 +14,18 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from wcache_async.backends.base import WeightCacheTransportBackend
-from wcache_async.backends.registry import choose_for_device
+from wcache_async.backends.registry import choose_accepted, choose_for_device
 from wcache_async.daemon.leases import LeaseTable
-from wcache_async.daemon.loading import Export, Load, LoadCancelled, Loaded, run_load
+from wcache_async.daemon.loading import Export, Load, LoadCancelled, Loaded, copy_export, run_load
 from wcache_async.daemon.states import Cancel, Discard, Effect, Generation, Phase, StateKey, StateTable, Wake
 from wcache_async.errors import (
     BackendNotAccepted,
+    BackendUnavailable,
     ConfigMismatch,
     Draining,
     LoadingTimeout,
@@ -42,6 +48,27 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 
+@dataclass(slots=True)
+class _Exports:
+    """One generation in every form it is served in, by backend; the first is the one it was loaded into."""
+
+    made: dict[str, Export]
+    fixed: bool
+    """No others are to be made."""
+    making: "dict[str, asyncio.Task[Export | WeightCacheError]]" = field(default_factory=dict)
+
+    @property
+    def first(self) -> Export:
+        return next(iter(self.made.values()))
+
+    def find(self, accepted: Iterable[str]) -> Export | None:
+        return next((export for name, export in self.made.items() if name in accepted), None)
+
+    def close(self) -> None:
+        for export in self.made.values():
+            export.close()
+
+
 class Exporter:
     """Every state of one daemon.  Belongs to one event loop."""
 
@@ -50,9 +77,9 @@ class Exporter:
         self.device = device
         self.table = StateTable()
         self._leases = LeaseTable()
-        self._exports: dict[Generation, Export] = {}
+        self._exports: dict[Generation, _Exports] = {}
         self._loads: dict[Generation, Load] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._waiters: dict[StateKey, set[asyncio.Future[None]]] = {}
         self._one_load = asyncio.Lock()
         self._reader_threads = reader_threads or min(4, os.cpu_count() or 1)
@@ -72,6 +99,7 @@ class Exporter:
     ) -> Generation:
         """Start loading a state; it is LOADING at once, and `open_source` is called in a thread.
 
+        A backend asked for by name, here or of the whole daemon, is the only one it is served through.
         Raises StateExists, UnknownBackend, BackendUnavailable, Draining.
         """
         if self._closing:
@@ -80,10 +108,10 @@ class Exporter:
         chosen = choose_for_device(self.device, wanted)
         generation = self.table.begin(key, source=path, config=config, replace=replace)
         load = self._loads[generation] = Load(generation, open_source)
-        self._spawn(self._run_load(load, chosen))
+        self._spawn(self._run_load(load, chosen, fixed=wanted != "auto"))
         return generation
 
-    async def _run_load(self, load: Load, backend: WeightCacheTransportBackend) -> None:
+    async def _run_load(self, load: Load, backend: WeightCacheTransportBackend, *, fixed: bool) -> None:
         generation = load.generation
         try:
             async with self._one_load:
@@ -92,7 +120,7 @@ class Exporter:
             generation.tensors = len(loaded.manifest.tensors)
             generation.nbytes = loaded.manifest.tensor_bytes
             generation.backends = (backend.name,)
-            self._exports[generation] = loaded.export
+            self._exports[generation] = _Exports({backend.name: loaded.export}, fixed)
             self._log_export(load, loaded)
             effects = self.table.ready(generation)
         except LoadCancelled:
@@ -173,14 +201,88 @@ class Exporter:
             raise ConfigMismatch(name=key.name, rank=key.rank, differences=differences)
         return generation
 
-    def grant(self, connection: int, generation: Generation, accepted: Iterable[str]) -> tuple[Export, int]:
-        """The export that the client can take, and a lease on it.  Raises BackendNotAccepted."""
-        export = self._exports[generation]
-        accepted = list(accepted)
-        if export.backend.name not in accepted:
-            raise BackendNotAccepted(accepted=accepted, exportable=[export.backend.name])
+    def serves_at_once(self, key: StateKey, accepted: Iterable[str]) -> bool:
+        """Whether a fetch need not wait: neither for a load nor for an export through another backend."""
+        try:
+            generation = self.table.lookup(key)
+        except WeightCacheError:
+            return True
+        if generation.phase is not Phase.READY:
+            return False
+        exports = self._exports[generation]
+        return exports.fixed or exports.find(accepted) is not None
+
+    async def grant(self, connection: int, generation: Generation, accepted: Iterable[str]) -> tuple[Export, int]:
+        """The export that the client can take, made now if need be, and a lease on it.
+
+        Raises BackendNotAccepted, and what making another export meets: InsufficientMemory,
+        BackendUnavailable, Draining.
+        """
         self.table.lease_granted(generation)
-        return export, self._leases.grant(connection, generation)
+        lease = self._leases.grant(connection, generation)
+        try:
+            return await self._provide(generation, tuple(accepted)), lease
+        except BaseException:
+            await self.release(connection, lease)
+            raise
+
+    async def _provide(self, generation: Generation, accepted: tuple[str, ...]) -> Export:
+        exports = self._exports[generation]
+        export = exports.find(accepted)
+        if export is not None:
+            return export
+        if exports.fixed:
+            raise BackendNotAccepted(accepted=list(accepted), exportable=list(exports.made))
+        backend = await self._in_thread(partial(choose_accepted, exports.first.device, accepted))
+        task = exports.making.get(backend.name)
+        if task is None:
+            export = exports.find((backend.name,))
+            if export is not None:
+                return export
+            # Held on its own account, so that it ends in order when whoever asked for it has gone.
+            self.table.lease_granted(generation)
+            task = exports.making[backend.name] = self._spawn(self._make_export(generation, exports, backend()))
+        made = await asyncio.shield(task)
+        if isinstance(made, WeightCacheError):
+            raise made
+        return made
+
+    async def _make_export(
+        self, generation: Generation, exports: _Exports, backend: WeightCacheTransportBackend
+    ) -> Export | WeightCacheError:
+        """Export through one more backend; an error is returned to all who wait, and may be tried again."""
+        started = time.monotonic()
+        name = backend.name
+        try:
+            export = await self._in_thread(partial(copy_export, exports.first, backend, self._check_open))
+            exports.made[name] = export
+            generation.backends = (*generation.backends, name)
+            logger.info(
+                "exported %s generation %d once more, a second copy of %.3f GiB in %.2f s: transport %s, for a client "
+                "that does not accept %s",
+                generation.key,
+                generation.number,
+                backend.resident_bytes / 2**30,
+                time.monotonic() - started,
+                name,
+                exports.first.backend.name,
+            )
+        except WeightCacheError as error:
+            logger.warning("%s cannot be exported through %s too: %s", generation.key, name, error)
+            return error
+        except Exception as error:
+            # Whatever somebody else's backend raises, the daemon stays up.
+            logger.exception("exporting %s through %s failed unexpectedly", generation.key, name)
+            return BackendUnavailable(name=name, reason=f"{type(error).__name__}: {error}")
+        else:
+            return export
+        finally:
+            del exports.making[name]
+            await self.perform(self.table.lease_ended(generation))
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise Draining
 
     async def release(self, connection: int, lease: int) -> None:
         """End one lease.  Raises LeaseNotFound."""
@@ -208,8 +310,7 @@ class Exporter:
                 case Cancel(generation):
                     self._loads[generation].cancelled = True
                 case Discard(generation):
-                    export = self._exports.pop(generation)
-                    await self._in_thread(export.close)
+                    await self._in_thread(self._exports.pop(generation).close)
 
     def stop_loading(self) -> None:
         """Load nothing more; whoever waits for a load is told Draining."""
@@ -224,10 +325,10 @@ class Exporter:
         self.stop_loading()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        exports = list(self._exports.values())
+        held = list(self._exports.values())
         self._exports.clear()
-        for export in exports:
-            await self._in_thread(export.close)
+        for exports in held:
+            await self._in_thread(exports.close)
         self._threads.shutdown(wait=False)
 
     async def _wait(self, key: StateKey, timeout: float | None) -> None:
@@ -246,10 +347,11 @@ class Exporter:
             if not future.done():
                 future.set_result(None)
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[None, None, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         # Shielded: a thread cannot be cancelled, and what it made must not be lost with the waiter.

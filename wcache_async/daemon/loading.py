@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Self
 
 from wcache_async.backends.base import ResponseSender, StateWriter, WeightCacheTransportBackend
-from wcache_async.backends.memfd import sealed_memfd
+from wcache_async.backends.memfd import read_memfd, sealed_memfd
 from wcache_async.daemon.states import Generation
 from wcache_async.errors import SourceError, WeightCacheError
-from wcache_async.manifest import Config, StateManifest, StateSpec, encode_manifest
+from wcache_async.manifest import Config, StateManifest, StateSpec, decode_manifest, encode_manifest, spec_of
 from wcache_async.protocol.messages import FetchStateResponse
 from wcache_async.sockets.fds import OwnedFd
 from wcache_async.sources.base import Source
 
-__all__ = ["INLINE_MANIFEST_NBYTES", "Export", "Load", "LoadCancelled", "Loaded", "run_load"]
+__all__ = ["INLINE_MANIFEST_NBYTES", "Export", "Load", "LoadCancelled", "Loaded", "copy_export", "run_load"]
 
 logger = logging.getLogger("wcache_async.daemon")
 
@@ -34,6 +35,28 @@ class Export:
     manifest: bytes | None
     manifest_fd: OwnedFd | None
     manifest_nbytes: int
+    device: str
+    """Where the state is, as in the manifest; empty where it is on several devices."""
+
+    @classmethod
+    def of(cls, backend: WeightCacheTransportBackend, manifest: StateManifest) -> Self:
+        """The export of what `backend` holds."""
+        body = encode_manifest(manifest)
+        large = len(body) > INLINE_MANIFEST_NBYTES
+        devices = {arena.device for arena in manifest.arenas}
+        return cls(
+            backend=backend,
+            manifest=None if large else body,
+            manifest_fd=sealed_memfd("wcache-manifest", body) if large else None,
+            manifest_nbytes=len(body),
+            device=devices.pop() if len(devices) == 1 else "",
+        )
+
+    def decode_manifest(self) -> StateManifest:
+        """What is sent, as it was before it was encoded.  Blocks."""
+        if self.manifest_fd is None:
+            return decode_manifest(self.manifest or b"")
+        return decode_manifest(read_memfd(self.manifest_fd, self.manifest_nbytes, "the manifest"))
 
     async def send(self, sender: ResponseSender, generation: Generation, lease: int) -> None:
         """Send the state, and count on `sender` to close every fd given to it."""
@@ -101,9 +124,7 @@ def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, thre
                 manifest = writer.finish()
             finally:
                 writer.abort()
-            body = encode_manifest(manifest)
-            large = len(body) > INLINE_MANIFEST_NBYTES
-            manifest_fd = sealed_memfd("wcache-manifest", body) if large else None
+            export = Export.of(backend, manifest)
             config = source.config()
     except (WeightCacheError, LoadCancelled):
         backend.close()
@@ -115,7 +136,30 @@ def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, thre
             logger.exception("loading %s failed unexpectedly", path)
         raise SourceError(path=path, reason=f"{type(error).__name__}: {error}") from error
     load.generation.bytes_done = spec.nbytes
-    return Loaded(Export(backend, None if large else body, manifest_fd, len(body)), manifest, config)
+    return Loaded(export, manifest, config)
+
+
+def copy_export(export: Export, backend: WeightCacheTransportBackend, check: Callable[[], None]) -> Export:
+    """The same state once more, through `backend`.  Blocks.
+
+    Peaks at the copy's size plus one storage.  `check` is called before each storage, and ends it all by
+    raising.  Raises InsufficientMemory, BackendUnavailable, with everything given back.
+    """
+    spec, starts = spec_of(export.decode_manifest())
+    try:
+        writer = backend.begin_export(spec, device=export.device)
+        try:
+            for number, (arena, offset) in enumerate(starts):
+                check()
+                with writer.storage(number) as into:
+                    export.backend.read_arena(arena, offset, into)
+            manifest = writer.finish()
+        finally:
+            writer.abort()
+        return Export.of(backend, manifest)
+    except BaseException:
+        backend.close()
+        raise
 
 
 def _fill(spec: StateSpec, source: Source, load: Load, threads: int, writer: StateWriter) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from wcache_async.backends.base import TORCH_IPC_BACKEND
 from wcache_async.backends.registry import choose_for_device
 from wcache_async.daemon.exporter import Exporter, Progress
 from wcache_async.daemon.states import StateKey
@@ -232,7 +233,7 @@ class Session:
         match event:
             case Received(request_id, Hello(backends=backends)):
                 # An empty list is an older client, which knows only torch_ipc.
-                self.backends = backends or ("torch_ipc",)
+                self.backends = backends or (TORCH_IPC_BACKEND,)
                 limits = self.server.limits
                 welcome = Welcome(
                     version=1,
@@ -273,11 +274,14 @@ class Session:
     def _must_wait(self, message: Message) -> bool:
         match message:
             case FetchState(name=name, rank=rank):
-                return any(g.key == (name, rank) for g in self.exporter.table.loading())
+                return not self.exporter.serves_at_once(StateKey(name, rank), self._accepted(message))
             case Load() | Unload():
                 return True
             case _:
                 return False
+
+    def _accepted(self, request: FetchState) -> tuple[str, ...]:
+        return self.backends if request.backends is None else request.backends
 
     def _spawn(self, request_id: int, message: Message) -> None:
         limit = self.server.limits.max_requests_in_flight
@@ -341,8 +345,7 @@ class Session:
             timeout=request.timeout,
             progress=self._progress(request_id) if request.progress else None,
         )
-        accepted = self.backends if request.backends is None else request.backends
-        export, lease = self.exporter.grant(self.number, generation, accepted)
+        export, lease = await self.exporter.grant(self.number, generation, self._accepted(request))
         try:
             await export.send(_Reply(self.stream, request_id, self.server.limits.write_timeout), generation, lease)
         except BaseException:
