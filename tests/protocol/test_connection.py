@@ -125,6 +125,12 @@ def frame(request_id: int, body: bytes) -> bytes:
     return b"".join(segment.data for segment in segments)
 
 
+def fetch_of(nbytes: int) -> FetchState:
+    """A request with a body of just that many bytes."""
+    candidates = (FetchState(name="x" * (nbytes - spare)) for spare in range(40))
+    return next(message for message in candidates if len(encode_message(message)) == nbytes)
+
+
 def in_phase(
     role: Role, phase: Phase, *, max_request: int = MAX_REQUEST_NBYTES, max_response: int = MAX_RESPONSE_NBYTES
 ) -> Connection[int]:
@@ -355,11 +361,10 @@ def test_a_hello_over_its_cap_is_refused_at_the_sender() -> None:
 def test_a_client_keeps_to_the_limit_the_daemon_told(told: int, limit: int) -> None:
     connection: Connection[int] = Connection(Role.CLIENT)
     connection.receive_data(wire(0, Welcome(version=1, limits=Limits(max_request_bytes=told))))
-    overhead = len(encode_message(FetchState(name="")))
     with pytest.raises(FrameTooLarge) as caught:
-        connection.send(1, FetchState(name="x" * limit))
-    assert caught.value.limit == limit
-    connection.send(1, FetchState(name="x" * (limit - overhead - 5)))
+        connection.send(1, fetch_of(limit + 1))
+    assert (caught.value.length, caught.value.limit) == (limit + 1, limit)
+    connection.send(1, fetch_of(limit))
 
 
 @pytest.mark.parametrize("role", Role)
