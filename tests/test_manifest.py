@@ -2,7 +2,9 @@
 
 import gc
 import math
+import random
 from collections.abc import Callable, Sequence
+from itertools import combinations
 
 import msgspec
 import pytest
@@ -28,6 +30,8 @@ from wcache_async.manifest import (
     decode_manifest,
     encode_manifest,
     plan_layout,
+    spec_of,
+    tensor_extent,
     validate_manifest,
 )
 
@@ -204,6 +208,44 @@ def test_every_state_laid_out_is_valid_and_comes_back_as_it_went(spec: StateSpec
         )
         arena, start = layout.places[given_spec.storage]
         assert (entry.arena, entry.offset, entry.storage) == (arena, start + given_spec.offset, given_spec.storage)
+
+
+def bytes_of(manifest: StateManifest, arenas: Sequence[bytearray]) -> dict[str, bytes]:
+    """Each tensor's elements in order, read from the arenas."""
+    result = {}
+    for entry in manifest.tensors:
+        dtype = getattr(torch, manifest.dtype_of(entry))
+        base = torch.frombuffer(arenas[entry.arena], dtype=dtype)
+        stride = entry.stride or contiguous_stride(entry.shape)
+        view = torch.as_strided(base, entry.shape, stride, entry.offset // dtype.itemsize)
+        result[entry.name] = view.flatten().contiguous().view(torch.uint8).numpy().tobytes()
+    return result
+
+
+@given(spec=specs(), max_arena=st.sampled_from([0, 512, 5000]), other_cap=st.sampled_from([0, 512]), seed=st.integers())
+def test_a_manifest_can_be_laid_out_anew(spec: StateSpec, max_arena: int, other_cap: int, seed: int) -> None:
+    """Its storages copied from where they start into another layout give the same tensors."""
+    manifest = build_manifest(spec, plan_layout(spec.storages, max_arena=max_arena))
+    rng = random.Random(seed)
+    arenas = [bytearray(rng.randbytes(arena.nbytes)) for arena in manifest.arenas]
+    again, starts = spec_of(manifest)
+    layout = plan_layout(again.storages, max_arena=other_cap)
+    copies = [bytearray(nbytes) for nbytes in layout.arena_nbytes]
+    for nbytes, (arena, start), (to_arena, to) in zip(again.storages, starts, layout.places, strict=True):
+        copies[to_arena][to : to + nbytes] = arenas[arena][start : start + nbytes]
+    copied = build_manifest(again, layout)
+    validate_manifest(copied)
+    assert bytes_of(copied, copies) == bytes_of(manifest, arenas)
+    kept = ("name", "shape", "kind", "requires_grad")
+    for entry, other in zip(manifest.tensors, copied.tensors, strict=True):
+        assert [getattr(entry, f) for f in kept] == [getattr(other, f) for f in kept]
+        assert copied.dtype_of(other) == manifest.dtype_of(entry)
+    assert copied.aliases == manifest.aliases
+    # Who shares a storage still does, at the same distance.
+    for (one, new_one), (two, new_two) in combinations(zip(manifest.tensors, copied.tensors, strict=True), 2):
+        assert (one.storage == two.storage) == (new_one.storage == new_two.storage)
+        if one.storage == two.storage and tensor_extent(one) and tensor_extent(two):
+            assert one.offset - two.offset == new_one.offset - new_two.offset
 
 
 # ------------------------------------------------------------------------------- golden bytes
