@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +19,9 @@ import msgspec
 from checkpoints import Checkpoint
 from msgspec import Struct
 from results import RESULTS, Environment, Sample, Spread, milliseconds, replace_section, spread, write_json
-from serving import serving, wcache_serve
+from serving import ENVIRONMENT, script, serving, wcache_serve
 
-HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+README = Path(__file__).parent.parent / "README.md"
 SECTION = "attach-benchmark"
 CASES = ("300x1024", "5000x1024")
 
@@ -92,24 +90,27 @@ class Report(Struct, frozen=True, kw_only=True):
     cases: tuple[CaseResult, ...]
 
 
-def measure_case(case: Case, rounds: int, folder: Path) -> CaseResult:
-    """Serve one checkpoint every way there is, and attach `rounds` times by each."""
+def measure_case(case: Case, methods: Sequence[str], rounds: int, folder: Path) -> CaseResult:
+    """Serve one checkpoint in every way that `methods` ask for, and attach `rounds` times by each."""
     print(f"{case}: writing the checkpoint", file=sys.stderr)
     # By a process of its own, so that this one holds no tensors.
-    subprocess.run([sys.executable, HERE / "checkpoints.py", folder, str(case.tensors), str(case.nbytes)], check=True)
+    subprocess.run(script("checkpoints.py", folder, case.tensors, case.nbytes), check=True)
     checkpoint = Checkpoint.in_folder(folder)
     addresses = {method: str(folder / f"{method}.sock") for method in ("wcache", *SERVED)}
     addresses["wcache-blocking"] = addresses["wcache"]
     addresses["safetensors"] = str(checkpoint.safetensors)
     addresses["torch-load"] = addresses["torch-load-mmap"] = str(checkpoint.torch)
-    samples: dict[str, list[Sample]] = {method: [] for method in METHODS}
+    samples: dict[str, list[Sample]] = {method: [] for method in methods}
     errors: dict[str, str] = {}
-    with ExitStack() as stack:
-        stack.enter_context(serving(wcache_serve(checkpoint.safetensors, addresses["wcache"])))
-        for method in SERVED:
-            server = (str(HERE / "attach_server.py"), method, addresses[method], str(checkpoint.safetensors))
-            stack.enter_context(serving([sys.executable, *server]))
-        for round_number, method in _turns(rounds):
+    servers = [
+        script("attach_server.py", method, addresses[method], checkpoint.safetensors)
+        for method in SERVED
+        if method in methods
+    ]
+    if {"wcache", "wcache-blocking"} & set(methods):
+        servers.append(wcache_serve(checkpoint.safetensors, addresses["wcache"]))
+    with serving(*servers):
+        for round_number, method in _turns(methods, rounds):
             if method in errors:
                 continue
             print(f"{case}: round {round_number} of {rounds}, {method}", file=sys.stderr)
@@ -121,26 +122,18 @@ def measure_case(case: Case, rounds: int, folder: Path) -> CaseResult:
     return CaseResult(tensors=case.tensors, nbytes=case.nbytes, methods=tuple(_summarised(samples, errors)))
 
 
-def _turns(rounds: int) -> Iterator[tuple[int, str]]:
+def _turns(methods: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
     """Every method once a round, in another order each, the same in every run."""
     order = random.Random(0)
     for number in range(1, rounds + 1):
-        methods = list(METHODS)
-        order.shuffle(methods)
-        for method in methods:
+        for method in order.sample(methods, len(methods)):
             yield number, method
 
 
 def _attach(method: str, address: str, case: Case) -> Sample:
     """One fresh process.  Raises Failed with the last line it wrote."""
-    process = subprocess.run(
-        [
-            *(sys.executable, HERE / "attach_process.py", method, address),
-            *("--tensors", str(case.tensors), "--bytes", str(case.nbytes)),
-        ],
-        capture_output=True,
-        check=False,
-    )
+    command = script("attach_process.py", method, address, "--tensors", case.tensors, "--bytes", case.nbytes)
+    process = subprocess.run(command, capture_output=True, check=False, env=ENVIRONMENT)
     if process.returncode:
         last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise Failed(last or f"exit status {process.returncode}")
@@ -148,8 +141,8 @@ def _attach(method: str, address: str, case: Case) -> Sample:
 
 
 def _summarised(samples: Mapping[str, Sequence[Sample]], errors: Mapping[str, str]) -> Iterator[MethodResult]:
-    floor = [] if FLOOR in errors else [sample.attach_s for sample in samples[FLOOR]]
-    for method in METHODS:
+    floor = [] if FLOOR in errors else [sample.attach_s for sample in samples.get(FLOOR, ())]
+    for method in samples:
         if method in errors:
             yield MethodResult(method=method, error=errors[method])
             continue
@@ -199,13 +192,14 @@ def main() -> int:
     parser.add_argument(
         "--case", type=Case.parse, action="append", metavar="TENSORSxMIB", help="default: 300x1024 and 5000x1024"
     )
+    parser.add_argument("--method", choices=METHODS, action="append", help="one to measure (default: all)")
     parser.add_argument("--rounds", type=int, help="fresh processes per method and case (default: 7)")
     parser.add_argument("--quick", action="store_true", help="300 tensors in 64 MiB, 3 rounds: does everything work?")
     parser.add_argument("--output", type=Path, default=RESULTS / "attach.json", help="default: %(default)s")
     parser.add_argument("--update-readme", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
-    if options.quick and options.update_readme:
-        parser.error("--quick is no measurement; the README shows whole runs")
+    if options.update_readme and (options.quick or options.method):
+        parser.error("the README shows whole runs: without --quick and --method")
     cases: list[Case] = options.case or [Case.parse(text) for text in (("300x64",) if options.quick else CASES)]
     rounds: int = options.rounds or (3 if options.quick else 7)
 
@@ -213,7 +207,7 @@ def main() -> int:
     results = []
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="wcache-attach-") as folder:
-            results.append(measure_case(case, rounds, Path(folder)))
+            results.append(measure_case(case, options.method or list(METHODS), rounds, Path(folder)))
     report = Report(environment=environment, load_average_after=os.getloadavg(), rounds=rounds, cases=tuple(results))
     write_json(report, options.output)
     print(table(report))

@@ -20,9 +20,8 @@ import msgspec
 from checkpoints import Checkpoint
 from msgspec import Struct
 from results import RESULTS, Environment, milliseconds, write_json
-from serving import serving, wcache_serve
+from serving import ENVIRONMENT, script, serving, wcache_serve
 
-HERE = Path(__file__).parent
 MIB = 1 << 20
 
 
@@ -58,10 +57,11 @@ Client = subprocess.Popen[str]
 @contextmanager
 def clients(count: int, address: str) -> Iterator[list[Client]]:
     """Processes that have imported everything and wait to be told how often to attach."""
-    command = [sys.executable, str(HERE / "attach_repeatedly.py"), address]
+    command = script("attach_repeatedly.py", address)
+    pipe = subprocess.PIPE
     with ExitStack() as stack:
         started = [
-            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT))
             for _ in range(count)
         ]
         try:
@@ -103,9 +103,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
     environment = Environment.here()
     tensors: int = options.tensors
     nbytes: int = options.mebibytes * MIB
-    subprocess.run([sys.executable, HERE / "checkpoints.py", folder, str(tensors), str(nbytes)], check=True)
+    subprocess.run(script("checkpoints.py", folder, tensors, nbytes), check=True)
     address = str(folder / "wcache.sock")
-    peers = [sys.executable, str(HERE / "slow_peers_process.py"), address, str(options.silent), str(options.trickling)]
+    peers = script("slow_peers_process.py", address, options.silent, options.trickling)
     without: list[float] = []
     beside: list[float] = []
     with (
