@@ -26,7 +26,7 @@ def describe(state: State, **options: set[str]) -> tuple[StateSpec, list[bytes]]
 
 
 def raw_bytes(tensor: torch.Tensor) -> list[int]:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()  # type: ignore[no-any-return]
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()
 
 
 def rebuild(spec: StateSpec, storages: list[bytes]) -> dict[str, torch.Tensor]:
@@ -111,6 +111,10 @@ def _fake() -> torch.Tensor:
         return torch.ones(3)
 
 
+def _wrapper() -> torch.Tensor:
+    return TwoTensor(torch.ones(2), torch.ones(2))  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -120,7 +124,7 @@ def _fake() -> torch.Tensor:
         (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "nested"),
         (lambda: torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
         (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "resolve_neg"),
-        (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "wraps other tensors"),
+        (_wrapper, "wraps other tensors"),
         (_fake, "no memory of its own"),
         (lambda: torch.nn.UninitializedParameter(), "uninitialized"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
@@ -148,7 +152,7 @@ def states(draw: st.DrawFn) -> State:
     ]
     state: State = {}
     for number in range(draw(st.integers(1, 8))):
-        if state and draw(st.booleans()) and draw(st.booleans()):
+        if draw(st.booleans()) and draw(st.booleans()) and state:
             state[f"t{number}"] = state[draw(st.sampled_from(sorted(state)))]
             continue
         dtype = draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]))

@@ -65,13 +65,11 @@ def map_pages(fd: int, nbytes: int, access: Access) -> Pages:
 
 
 def populate(pages: Pages, offset: int, nbytes: int) -> None:
-    """Allocate and map the pages under `nbytes` bytes at `offset`, writable.
+    """Allocate and map the pages under `nbytes` bytes (at least 1) at `offset`, writable.
 
     Memory that cannot be had is an OSError here (ENOMEM, EFAULT) rather than SIGBUS at the first
     write.  Raises OSError with EINVAL where the kernel is older than 5.14.
     """
-    if not nbytes:
-        return
     base = ctypes.addressof(pages)
     start = base + offset
     start -= start % mmap.PAGESIZE
