@@ -440,6 +440,15 @@ def test_a_lie_is_refused_with_its_reason(lie: Callable[[list[list[object]]], No
     assert len(str(caught.value)) < 1000
 
 
+def test_a_shape_seen_before_is_not_believed_with_another_stride() -> None:
+    """Extents are remembered by shape and stride, as models repeat few of them."""
+    raw = honest()
+    raw[2].append(["w.2", 0, [4, 4], 64, 0, 0, [100, 1], 0, False])
+    with pytest.raises(InvalidManifest) as caught:
+        decode_manifest(encode(raw))
+    assert caught.value.tensor == "w.2"
+
+
 def test_the_tensor_is_named() -> None:
     raw = honest()
     entry_lie(offset=1024)(raw)
