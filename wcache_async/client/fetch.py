@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from wcache_async.backends.base import ImportOptions, WeightCacheTransportBackend
 from wcache_async.backends.collector import collector_held
 from wcache_async.backends.memfd import read_memfd
-from wcache_async.backends.registry import get_client_transport_backend, usable_backends
+from wcache_async.backends.registry import get_client_transport_backend, import_built_in, usable_backends
 from wcache_async.client.session import Answer, Session
 from wcache_async.errors import DaemonLost, FdsTruncated, FdsUndeclared, InvalidManifest, StateReleased
 from wcache_async.manifest import Config, StateManifest, decode_manifest
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FetchedState", "accepted_backends"]
 
+import_built_in()
 
 _accepted: tuple[str, ...] = ()
 
 
 async def accepted_backends() -> tuple[str, ...]:
-    """The transports that work in this process, found out once: that imports them, and asks the CUDA driver."""
+    """The transports that work in this process, found out once: that asks the CUDA driver."""
     global _accepted
     if not _accepted:
         _accepted = await asyncio.to_thread(usable_backends)
