@@ -20,10 +20,12 @@ from wcache_async.manifest import (
     Arena,
     Kind,
     Layout,
+    ModuleRecord,
     StateManifest,
     StateSpec,
     TensorEntry,
     TensorSpec,
+    WrappedTensor,
     build_manifest,
     compare_config,
     contiguous_stride,
@@ -258,7 +260,7 @@ def test_these_are_the_bytes() -> None:
         {"a": "w"},
     )
     body = (
-        b"\x94"
+        b"\x95"
         b"\x92\xa7float32\xa4int8"  # dtypes
         b"\x92"  # arenas
         b"\x92\xcd\x01\x00\xa3cpu"  # nbytes, device
@@ -274,13 +276,20 @@ def test_these_are_the_bytes() -> None:
         b"\x02"  # kind
         b"\xc2"  # requires_grad
         b"\x81\xa1a\xa1w"  # aliases
+        b"\xc0"  # module
     )
     assert encode_manifest(manifest) == body
     assert msgspec.msgpack.decode(body, type=StateManifest) == manifest
 
 
 def test_each_kind_keeps_its_number() -> None:
-    assert {kind.name: kind.value for kind in Kind} == {"PARAMETER": 0, "BUFFER": 1, "NON_PERSISTENT_BUFFER": 2}
+    assert {kind.name: kind.value for kind in Kind} == {
+        "PARAMETER": 0,
+        "BUFFER": 1,
+        "NON_PERSISTENT_BUFFER": 2,
+        "ATTRIBUTE": 3,
+        "INNER": 4,
+    }
 
 
 def test_fields_a_newer_peer_appends_are_ignored() -> None:
@@ -288,6 +297,30 @@ def test_fields_a_newer_peer_appends_are_ignored() -> None:
     raw[1] = [[*arena, "new"] for arena in raw[1]]
     raw[2] = [[*entry, "new", [1]] for entry in raw[2]]
     assert decode_manifest(encode([*raw, {"new": 1}])) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "reason"),
+    [
+        ({"p": WrappedTensor(type="T", kind=Kind.PARAMETER, inner=("data",))}, "its part 'p.data' is missing"),
+        ({"w": WrappedTensor(type="T", kind=Kind.PARAMETER)}, "both a tensor and a wrapped tensor"),
+        ({"p": WrappedTensor(type="T", kind=Kind.PARAMETER, alias_of="q")}, "its part 'q' is missing"),
+        (
+            {
+                "p": WrappedTensor(type="T", kind=Kind.PARAMETER, alias_of="q"),
+                "q": WrappedTensor(type="T", kind=Kind.PARAMETER, alias_of="p"),
+            },
+            "which is none itself",
+        ),
+    ],
+    ids=["part", "name", "alias", "alias-loop"],
+)
+def test_a_wrapped_tensor_without_its_parts_is_refused(wrapped: dict[str, WrappedTensor], reason: str) -> None:
+    manifest = StateManifest(
+        ("int8",), (Arena(64),), (TensorEntry("w", 0, (4,), 0, 0),), {}, ModuleRecord(wrapped=wrapped)
+    )
+    with pytest.raises(InvalidManifest, match=reason):
+        decode_manifest(encode_manifest(manifest))
 
 
 def test_a_manifest_without_the_optional_fields_is_one_of_an_older_peer() -> None:
@@ -387,7 +420,7 @@ HUGE = 2**63 - 1
         pytest.param(entry_lie(shape=4), "array", id="shape that is a number"),
         pytest.param(entry_lie(name=7), "str", id="name that is a number"),
         pytest.param(entry_lie(name=None), "str", id="no name"),
-        pytest.param(entry_lie(kind=3), "3", id="unknown kind"),
+        pytest.param(entry_lie(kind=5), "5", id="unknown kind"),
         pytest.param(entry_lie(requires_grad=1), "bool", id="flag that is a number"),
         pytest.param(part_lie(1, [[-1, "cpu"]]), ">= 0", id="arena of negative size"),
         pytest.param(part_lie(2, [["w"]]), "5", id="entry too short"),

@@ -43,6 +43,7 @@
     ├── UnknownBackend           no transport backend by that name
     ├── BackendUnavailable       a known backend that cannot work here
     ├── ExportError              a tensor that a transport backend cannot carry
+    ├── ModuleError              a module that cannot be kept exactly
     ├── BindError                module and state do not fit together
     ├── SourceError              what was to be loaded cannot be
     ├── InsufficientMemory       the state does not fit into memory
@@ -92,6 +93,7 @@ __all__ = [
     "LeaseNotFound",
     "LoadingTimeout",
     "MalformedMessage",
+    "ModuleError",
     "NotRunning",
     "PeerNotAllowed",
     "PeerTimeout",
@@ -800,6 +802,18 @@ class ExportError(WeightCacheError):
     @property
     def message(self) -> str:
         return f"tensor {self.tensor!r} cannot be shared by {self.backend}: {self.reason}"
+
+
+class ModuleError(WeightCacheError):
+    """What stands at `path` in a module (its own name, or a tensor's) cannot be kept exactly, for `reason`."""
+
+    code: ClassVar[str] = "module_error"
+    path: str
+    reason: str
+
+    @property
+    def message(self) -> str:
+        return f"{self.path or 'the module'} cannot be kept exactly: {self.reason}"
 
 
 class BindError(WeightCacheError):

@@ -9,6 +9,7 @@ tensor from its arenas.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import Annotated
 
@@ -24,10 +25,12 @@ __all__ = [
     "Config",
     "Kind",
     "Layout",
+    "ModuleRecord",
     "StateManifest",
     "StateSpec",
     "TensorEntry",
     "TensorSpec",
+    "WrappedTensor",
     "build_manifest",
     "compare_config",
     "contiguous_stride",
@@ -76,6 +79,46 @@ class Kind(IntEnum):
     """A persistent buffer: part of the state dict."""
     NON_PERSISTENT_BUFFER = 2
     """A buffer left out of the state dict."""
+    ATTRIBUTE = 3
+    """A tensor held as a plain attribute: neither parameter nor buffer."""
+    INNER = 4
+    """A part of a wrapping tensor (a tensor subclass), see `WrappedTensor`."""
+
+
+class WrappedTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tensor subclass that was taken apart: what wraps the `INNER` tensors named after it.
+
+    `type` is its class's qualified name, `inner` its attributes that are tensors: attribute
+    ``scale`` of ``layer.weight`` is the tensor, or again the wrapped tensor, ``layer.weight.scale``.
+    `context` is the rest of it as text, to be compared with the receiver's own, and `scalars` what
+    a registered pair of functions keeps of it.  A further name of the same object has the first
+    name in `alias_of` and no parts.
+    """
+
+    type: str
+    kind: Kind
+    inner: tuple[str, ...] = ()
+    context: str = ""
+    scalars: Config = {}
+    shape: tuple[NonNegative, ...] = ()
+    stride: tuple[NonNegative, ...] = ()
+    requires_grad: bool = False
+    alias_of: str = ""
+
+
+class ModuleRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a module is beside its tensors; a state with one is bound exactly or not at all.
+
+    `training` is the mode of its root, `other_mode` names the submodules in the other one;
+    `scalars` are the plain attributes its classes list for export, by full name;
+    `alias_kinds` holds the kind of each alias that differs from its target's.
+    """
+
+    training: bool = False
+    other_mode: tuple[str, ...] = ()
+    scalars: Config = {}
+    wrapped: dict[str, WrappedTensor] = {}
+    alias_kinds: dict[str, Kind] = {}
 
 
 class TensorSpec(Struct, frozen=True, gc=False, kw_only=True):
@@ -106,6 +149,7 @@ class StateSpec(Struct, frozen=True, kw_only=True):
     storages: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
     aliases: dict[str, str] = {}
+    module: ModuleRecord | None = None
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +190,7 @@ class StateManifest(Struct, array_like=True, frozen=True):
     arenas: tuple[Arena, ...]
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str] = {}
+    module: ModuleRecord | None = None
 
     @property
     def tensor_bytes(self) -> int:
@@ -221,7 +266,7 @@ def build_manifest(spec: StateSpec, layout: Layout, devices: Sequence[str] = ())
             )
         )
     arenas = tuple(Arena(nbytes, devices[i] if devices else "cpu") for i, nbytes in enumerate(layout.arena_nbytes))
-    return StateManifest(dtypes, arenas, tuple(entries), dict(spec.aliases))
+    return StateManifest(dtypes, arenas, tuple(entries), dict(spec.aliases), spec.module)
 
 
 def spec_of(manifest: StateManifest) -> tuple[StateSpec, list[tuple[int, int]]]:
@@ -340,6 +385,20 @@ def validate_manifest(manifest: StateManifest) -> None:
             raise InvalidManifest(tensor=alias, reason=f"it is an alias of {target!r}, which is no tensor")
         if alias in names:
             raise InvalidManifest(tensor=alias, reason="it is both a tensor and an alias")
+    if manifest.module is not None:
+        _validate_wrapped(manifest.module.wrapped, names | manifest.aliases.keys())
+
+
+def _validate_wrapped(wrapped: Mapping[str, WrappedTensor], names: AbstractSet[str]) -> None:
+    for name, tensor in wrapped.items():
+        if name in names:
+            raise InvalidManifest(tensor=name, reason="it is both a tensor and a wrapped tensor")
+        if tensor.alias_of and wrapped.get(tensor.alias_of, tensor).alias_of:
+            raise InvalidManifest(tensor=name, reason=f"it is an alias of {tensor.alias_of!r}, which is none itself")
+        parts = [f"{name}.{attribute}" for attribute in tensor.inner]
+        missing = [part for part in parts if part not in names and part not in wrapped]
+        if missing or (tensor.alias_of and tensor.alias_of not in wrapped):
+            raise InvalidManifest(tensor=name, reason=f"its part {(missing or [tensor.alias_of])[0]!r} is missing")
 
 
 def tensor_extent(entry: TensorEntry) -> int:

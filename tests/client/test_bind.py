@@ -9,6 +9,7 @@ from wcache_async.backends.shm_fd import ShmFdTransportBackend
 from wcache_async.client.bind import bind, describe, plan
 from wcache_async.errors import BindError
 from wcache_async.manifest import StateManifest, StateSpec, TensorSpec, build_manifest, plan_layout
+from wcache_async.modules.walk import walk
 
 Tensors = dict[str, torch.Tensor]
 
@@ -126,7 +127,6 @@ def test_planning_touches_nothing(state: Tensors) -> None:
     with torch.device("meta"):
         module = Small()
     module.angles = torch.arange(3.0)
-    structure, _ = describe(module)
-    planned = plan(structure, manifest_of(state))
+    planned = plan(describe(walk(module)), manifest_of(state))
     assert planned.sources.keys() >= state.keys()
     assert module.embed.weight.is_meta

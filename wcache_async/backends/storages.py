@@ -59,12 +59,14 @@ def describe_tensors(
     backend: str,
     devices: Collection[str],
     non_persistent: AbstractSet[str] = frozenset(),
+    kinds: Mapping[str, Kind] | None = None,
 ) -> tuple[StateSpec, list[StorageRegion]]:
     """The spec of `state_tensors`, and where the bytes of each of its storages are now.
 
     A storage is told by the address it starts at, so tensors that share memory go on sharing
     it; one object under two names is one tensor and an alias.  Of a storage only the part
-    that its tensors reach is taken.  Raises ExportError.
+    that its tensors reach is taken.  `kinds` says what a tensor is where neither `is_param` nor
+    `non_persistent` can.  Raises ExportError.
     """
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -92,6 +94,7 @@ def describe_tensors(
         kind = Kind.PARAMETER
         if not is_param:
             kind = Kind.NON_PERSISTENT_BUFFER if name in non_persistent else Kind.BUFFER
+        kind = kind if kinds is None else kinds[name]
         specs.append(
             TensorSpec(
                 name=name,

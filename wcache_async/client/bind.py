@@ -1,8 +1,12 @@
 """Putting a state's tensors into an nn.Module: `plan` decides, `apply` performs, all or nothing.
 
-`describe` reads a module's structure, `plan` compares it with a manifest without touching
-either, and `apply` carries the plan out, which cannot fail half way.  Every step is one
-dictionary look-up per tensor.
+`plan` compares a module's structure with a manifest without touching either; `apply` first
+makes every object that is to go in, and then only assigns.  Every step is a few dictionary
+look-ups per tensor.
+
+A state that came from a module carries a record of it (`ModuleRecord`), and is bound exactly:
+kinds, persistence, ties, training modes and listed scalars come back as they were.  A state
+that came from a checkpoint knows names and tensors alone; the module decides the rest.
 """
 
 from collections.abc import Mapping
@@ -11,140 +15,269 @@ from typing import TYPE_CHECKING
 
 from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.errors import BindError, Scalar
-from wcache_async.manifest import StateManifest
+from wcache_async.manifest import Config, Kind, ModuleRecord, StateManifest
+from wcache_async.modules.walk import Held, Walked, walk
+from wcache_async.modules.wrapped import Parts, is_plain, put_together, take_apart, type_name
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Plan", "Slot", "Structure", "apply", "bind", "describe", "plan"]
+__all__ = ["Plan", "Slot", "bind", "describe", "plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """One name of a module's tensor: what it is now, and which others are the same object."""
 
-    is_parameter: bool
-    persistent: bool
-    """Part of the state dict."""
+    kind: Kind
     dtype: str
     shape: tuple[int, ...]
-    on_meta: bool
+    device: str
     identity: int
     """Equal for two names of one object (tied weights)."""
-
-
-Structure = Mapping[str, Slot]
+    wrapped: str = ""
+    """Class and context of a tensor subclass, as text; empty for a plain tensor."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """Which name of the module gets which tensor of the state."""
+    """What goes where.
+
+    `sources` gives for each name of the module the name in the state it is filled from, and
+    equal sources become one object; `requires_grad` holds the parameters' where the state
+    knows it; the rest is set on the modules by path.
+    """
 
     sources: dict[str, str] = field(default_factory=dict)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    training: dict[str, bool] = field(default_factory=dict)
+    scalars: Config = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor sits in the module tree."""
+class _Offer:
+    """One name of a state: what it would put there."""
 
-    owner: "nn.Module"
-    key: str
-
-
-def describe(module: "nn.Module") -> tuple[dict[str, Slot], dict[str, _Place]]:
-    """Every parameter and buffer by its full name, tied ones under each of their names."""
-    slots: dict[str, Slot] = {}
-    places: dict[str, _Place] = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for held, is_parameter in ((owner._parameters, True), (owner._buffers, False)):
-            for key, tensor in held.items():
-                if tensor is None:
-                    continue
-                name = f"{prefix}.{key}" if prefix else key
-                slots[name] = Slot(
-                    is_parameter=is_parameter,
-                    persistent=key not in owner._non_persistent_buffers_set,
-                    dtype=str(tensor.dtype)[6:],
-                    shape=tuple(tensor.shape),
-                    on_meta=tensor.is_meta,
-                    identity=id(tensor),
-                )
-                places[name] = _Place(owner, key)
-    return slots, places
+    canonical: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    wrapped: str = ""
 
 
-def plan(structure: Structure, manifest: StateManifest, *, strict: bool = True) -> Plan:
+def describe(walked: Walked) -> dict[str, Slot]:
+    """A module's structure, for `plan`.  Raises ModuleError for a tensor subclass that is not understood."""
+    slots = {}
+    for name, held in walked.tensors.items():
+        tensor = held.tensor
+        plain = is_plain(tensor)
+        slots[name] = Slot(
+            kind=held.kind,
+            dtype=_dtype(tensor) if plain else "",
+            shape=tuple(tensor.shape),
+            device=tensor.device.type,
+            identity=id(tensor),
+            wrapped="" if plain else _wrapped_text(type_name(tensor), take_apart(name, tensor).context_text),
+        )
+    return slots
+
+
+def plan(
+    structure: Mapping[str, Slot],
+    manifest: StateManifest,
+    *,
+    modules: frozenset[str] = frozenset(),
+    containers: Mapping[str, str] | None = None,
+    strict: bool = True,
+) -> Plan:
     """Decide what goes where.  Pure.
 
-    A name the state lacks is taken from another name of the same object (a tied weight whose
-    checkpoint holds it once).  A materialised non-persistent buffer the state lacks is kept:
-    the module's constructor has computed it.  Raises BindError listing everything that does
-    not fit; without `strict`, tensors the module lacks are passed over, and materialised ones
-    the state lacks are kept, but nothing may stay on meta.
+    `modules` are the paths of the module's parts, `containers` its lists of tensors, which
+    nothing can fill.  For a checkpoint's state, a name it lacks is taken from another name of the
+    same object, and what the constructor computes (materialised non-persistent buffers and
+    attributes) is kept.  Raises BindError listing everything that does not fit; without
+    `strict`, tensors the module lacks are passed over, and materialised ones the state lacks are
+    kept, but nothing may stay on meta.
     """
-    entries = {entry.name: entry for entry in manifest.tensors}
-    sources = {name: name for name in entries} | manifest.aliases
-    by_identity = {slot.identity: name for name, slot in structure.items() if name in sources}
+    record = manifest.module
+    offers = _offers(manifest)
+    by_identity = {} if record else {slot.identity: name for name, slot in structure.items() if name in offers}
     result = Plan()
     missing: list[str] = []
     mismatched: dict[str, list[Scalar]] = {}
     for name, slot in structure.items():
-        source = name if name in sources else by_identity.get(slot.identity)
+        source = name if name in offers else by_identity.get(slot.identity)
         if source is None:
-            if slot.on_meta or (strict and slot.persistent):
+            computed = record is None and slot.kind in (Kind.NON_PERSISTENT_BUFFER, Kind.ATTRIBUTE)
+            if slot.device == "meta" or (strict and not computed):
                 missing.append(name)
             continue
-        entry = entries[sources[source]]
-        if entry.shape != slot.shape or manifest.dtypes[entry.dtype] != slot.dtype:
-            mismatched[name] = [_text(slot.dtype, slot.shape), _text(manifest.dtypes[entry.dtype], entry.shape)]
-        result.sources[name] = source
-    unexpected = [name for name in sources if name not in structure] if strict else []
+        offer = offers[source]
+        ours, theirs = _compared(slot, offer, exact=record is not None)
+        if ours != theirs:
+            mismatched[name] = [ours, theirs]
+        result.sources[name] = offer.canonical
+        if record is not None and slot.kind is Kind.PARAMETER:
+            result.requires_grad[offer.canonical] = offer.requires_grad
+    unexpected = [name for name in offers if name not in structure] if strict else []
+    for name, container in (containers or {}).items():
+        mismatched[name] = [f"tensors in a {container}", "tensors under names of their own"]
+    if record is not None:
+        _plan_record(record, modules, result, unexpected, strict=strict)
     if missing or mismatched or unexpected:
         raise BindError(missing=missing, unexpected=unexpected, mismatched=mismatched)
     return result
 
 
-def apply(
-    module: "nn.Module", planned: Plan, places: Mapping[str, _Place], tensors: Mapping[str, "torch.Tensor"]
+def _plan_record(
+    record: ModuleRecord, modules: frozenset[str], result: Plan, unexpected: list[str], *, strict: bool
 ) -> None:
-    """Carry a plan out.  A materialised parameter keeps its identity (hooks, optimizers, ties)."""
-    from torch import nn
+    other = set(record.other_mode)
+    result.training = {path: record.training is not (path in other) for path in modules}
+    result.scalars = {name: value for name, value in record.scalars.items() if name.rpartition(".")[0] in modules}
+    if strict:
+        unexpected += sorted((other - modules) | (record.scalars.keys() - result.scalars.keys()))
 
-    replaced: dict[int, torch.Tensor] = {}
-    for name, source in planned.sources.items():
-        place = places[name]
-        is_parameter = place.key in place.owner._parameters
-        held = place.owner._parameters if is_parameter else place.owner._buffers
-        old = held[place.key]
-        if old is None:
+
+def _offers(manifest: StateManifest) -> dict[str, _Offer]:
+    record = manifest.module or ModuleRecord()
+    offers: dict[str, _Offer] = {}
+    inner: set[str] = set()
+    for entry in manifest.tensors:
+        if entry.kind is Kind.INNER:
+            inner.add(entry.name)
             continue
-        new = replaced.get(id(old))
-        if new is None:
-            new = tensors[source]
-            if is_parameter and old.is_meta:
-                new = nn.Parameter(new, requires_grad=old.requires_grad)
-            elif not old.is_meta:
-                old.data = new
-                new = old
-            replaced[id(old)] = new
-        held[place.key] = new  # type: ignore[assignment]
+        dtype = manifest.dtypes[entry.dtype]
+        offers[entry.name] = _Offer(entry.name, entry.kind, dtype, entry.shape, entry.requires_grad)
+    for alias, target in manifest.aliases.items():
+        if target in inner:
+            continue
+        offer = offers[target]
+        kind = record.alias_kinds.get(alias, offer.kind)
+        if kind is not Kind.INNER:
+            offers[alias] = _Offer(target, kind, offer.dtype, offer.shape, offer.requires_grad)
+    for name, tensor in record.wrapped.items():
+        if tensor.kind is Kind.INNER:
+            continue
+        whole = record.wrapped[tensor.alias_of] if tensor.alias_of else tensor
+        offers[name] = _Offer(
+            canonical=tensor.alias_of or name,
+            kind=tensor.kind,
+            dtype="",
+            shape=whole.shape,
+            requires_grad=whole.requires_grad,
+            wrapped=_wrapped_text(whole.type, whole.context),
+        )
+    return offers
+
+
+def _compared(slot: Slot, offer: _Offer, *, exact: bool) -> tuple[str, str]:
+    """Module's and state's side of one name as text, equal where they fit."""
+    ours = slot.wrapped or slot.dtype
+    theirs = offer.wrapped or offer.dtype
+    ours, theirs = f"{ours}{list(slot.shape)}", f"{theirs}{list(offer.shape)}"
+    if exact and slot.kind is not offer.kind:
+        ours, theirs = f"{_words(slot.kind)} {ours}", f"{_words(offer.kind)} {theirs}"
+    return ours, theirs
 
 
 def bind(
     module: "nn.Module",
-    tensors: Mapping[str, "torch.Tensor"],
+    tensors: "Mapping[str, torch.Tensor]",
     manifest: StateManifest,
     backend: WeightCacheTransportBackend,
     *,
     strict: bool = True,
 ) -> None:
-    """Put `tensors` into `module` as `FetchedState.bind` says.  Raises BindError, the module unchanged."""
-    structure, places = describe(module)
-    apply(module, plan(structure, manifest, strict=strict), places, tensors)
+    """Put `tensors` into `module` as `FetchedState.bind` says.
+
+    Raises BindError or ModuleError, the module unchanged.
+    """
+    walked = walk(module)
+    planned = plan(
+        describe(walked),
+        manifest,
+        modules=frozenset(walked.modules),
+        containers=walked.containers if manifest.module is not None else None,
+        strict=strict,
+    )
+    _apply(planned, walked, _Maker(tensors, manifest.module or ModuleRecord()))
     # Whatever the tensors need stays as long as the model does, whoever drops the state.
     module._weight_cache_transport_backend = backend  # type: ignore[assignment]
 
 
-def _text(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+@dataclass(slots=True)
+class _Maker:
+    """Makes the objects that go in."""
+
+    tensors: "Mapping[str, torch.Tensor]"
+    record: ModuleRecord
+
+    def make(self, source: str, like: "torch.Tensor") -> "torch.Tensor":
+        """The state's tensor of that name, wrapped as `like` is where the state says so."""
+        wrapped = self.record.wrapped.get(source)
+        if wrapped is None:
+            return self.tensors[source]
+        parts: Parts = take_apart(source, like)
+        inner = {a: self.make(f"{source}.{a}", parts.inner.get(a, like)) for a in wrapped.inner}
+        return put_together(like, parts, inner, wrapped.scalars)
+
+
+def _apply(planned: Plan, walked: Walked, maker: _Maker) -> None:
+    made: dict[str, torch.Tensor] = {}
+    data: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, source in planned.sources.items():
+        if source not in made:
+            made[source] = _object_for(walked.tensors[name], source, planned, maker, data)
+    # From here on nothing can fail.
+    for parameter, tensor in data:
+        parameter.data = tensor
+    for name, source in planned.sources.items():
+        _assign(walked.tensors[name], made[source])
+    for source, requires_grad in planned.requires_grad.items():
+        made[source].requires_grad_(requires_grad)
+    for path, training in planned.training.items():
+        walked.modules[path].training = training
+    for name, value in planned.scalars.items():
+        path, _, key = name.rpartition(".")
+        setattr(walked.modules[path], key, value)
+
+
+def _object_for(
+    held: Held, source: str, planned: Plan, maker: _Maker, data: "list[tuple[torch.Tensor, torch.Tensor]]"
+) -> "torch.Tensor":
+    """What the module will hold: its own object with new data where it can keep it (hooks, optimizers)."""
+    from torch import nn
+
+    old = held.tensor
+    new = maker.make(source, old)
+    same_place = old.device == new.device and is_plain(old)
+    if held.kind is not Kind.PARAMETER:
+        return new
+    if same_place:
+        data.append((old, new))
+        return old
+    return nn.Parameter(new, requires_grad=planned.requires_grad.get(source, old.requires_grad))
+
+
+def _assign(held: Held, tensor: "torch.Tensor") -> None:
+    if held.kind is Kind.PARAMETER:
+        held.owner._parameters[held.key] = tensor  # type: ignore[assignment]
+    elif held.kind is Kind.ATTRIBUTE:
+        held.owner.__dict__[held.key] = tensor
+    else:
+        held.owner._buffers[held.key] = tensor
+
+
+def _dtype(tensor: "torch.Tensor") -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _wrapped_text(name: str, context: str) -> str:
+    return f"{name} {context}".rstrip()
+
+
+def _words(kind: Kind) -> str:
+    return kind.name.lower().replace("_", " ")

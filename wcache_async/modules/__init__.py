@@ -1,0 +1,1 @@
+"""nn.Modules taken to pieces and put together again: what they hold, under which names, exactly."""
