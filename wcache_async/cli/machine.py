@@ -16,7 +16,7 @@ from wcache_async.version import __version__
 
 __all__ = ["Finding", "Verdict", "examine"]
 
-_SAMPLE_NBYTES = 64 << 20
+_SAMPLE_NBYTES = 32 << 20
 _GIB = 1 << 30
 
 
@@ -91,7 +91,7 @@ def _sealing() -> Finding:
 
 
 def _first_touch() -> Finding:
-    """A fresh client's first read of every page, and the daemon's filling of them, for an arena of 64 MiB."""
+    """A fresh client's first read of every page, and the daemon's filling of them, for an arena of 32 MiB."""
     from wcache_async.backends.mapping import Access, map_pages
     from wcache_async.backends.memfd import create_memfd, seal_memfd, write_memfd
 
