@@ -213,6 +213,16 @@ def test_a_source_that_is_not_open_says_so(tmp_path: Path) -> None:
         source.read(0, memoryview(bytearray(40)), lambda _: None)
 
 
+def test_a_source_that_fails_to_open_leaves_no_file_open(tmp_path: Path) -> None:
+    for name in ("m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"):
+        save_file({"a": torch.ones(10)}, tmp_path / name)
+    source = open_source(str(tmp_path))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(SourceError, match="twice"):
+        source.open()
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_opening_twice_opens_once(tmp_path: Path) -> None:
     with open_source(str(_save({"a": torch.ones(10)}, tmp_path, "safetensors"))) as source:
         assert source.open() is source.open()

@@ -177,7 +177,7 @@ _MALFORMED: dict[str, tuple[object, int, str, str]] = {
     "size beyond all bits": ({"a": _entry("U8", [10**400], 0, 8)}, 8, "a", "does not decode"),
     "product beyond 63 bits": ({"a": _entry("U8", [2**62, 2], 0, 8)}, 8, "a", "overflows"),
     "bytes beyond 63 bits": ({"a": _entry("F64", [2**62], 0, 8)}, 8, "a", "overflows"),
-    "overflow hidden by a zero": ({"a": _entry("U8", [2**62, 4, 0], 0, 0)}, 0, "a", "overflows"),
+    "overflow hidden by a zero": ({"a": _entry("U8", [0, 2**62, 4], 0, 0)}, 0, "a", "overflows"),
     "overflow of a million sizes": ({"a": _entry("U8", [2**62] * 1_000_000, 0, 8)}, 8, "a", "overflows"),
     "three offsets": ({"a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 4, 8]}}, 8, "a", "does not decode"),
     "no dtype": ({"a": {"shape": [8], "data_offsets": [0, 8]}}, 8, "a", "does not decode"),

@@ -92,7 +92,7 @@ def _check_archive(file: CheckpointFile, path: str) -> None:
     except SourceError:
         raise
     except Exception as error:  # zipfile lets struct.error and others out for damaged archives.
-        raise SourceError(path=file.path, reason=f"its zip archive is damaged or truncated: {error}") from error
+        raise SourceError(path=file.path, reason=f"its zip archive is damaged or truncated: {_gist(error)}") from error
     if "constants.pkl" in records:
         raise SourceError(
             path=file.path,
