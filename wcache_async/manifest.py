@@ -393,12 +393,12 @@ def _validate_wrapped(wrapped: Mapping[str, WrappedTensor], names: AbstractSet[s
     for name, tensor in wrapped.items():
         if name in names:
             raise InvalidManifest(tensor=name, reason="it is both a tensor and a wrapped tensor")
-        if tensor.alias_of and wrapped.get(tensor.alias_of, tensor).alias_of:
-            raise InvalidManifest(tensor=name, reason=f"it is an alias of {tensor.alias_of!r}, which is none itself")
         parts = [f"{name}.{attribute}" for attribute in tensor.inner]
         missing = [part for part in parts if part not in names and part not in wrapped]
         if missing or (tensor.alias_of and tensor.alias_of not in wrapped):
             raise InvalidManifest(tensor=name, reason=f"its part {(missing or [tensor.alias_of])[0]!r} is missing")
+        if tensor.alias_of and wrapped[tensor.alias_of].alias_of:
+            raise InvalidManifest(tensor=name, reason=f"it is an alias of {tensor.alias_of!r}, which is none itself")
 
 
 def tensor_extent(entry: TensorEntry) -> int:

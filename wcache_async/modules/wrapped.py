@@ -79,6 +79,8 @@ def take_apart(name: str, tensor: "torch.Tensor") -> Parts:
             path=name,
             reason=f"{type_name(tensor)} may hold more than its bytes; register_tensor_type() can say what",
         )
+    if tensor.is_nested:
+        raise ModuleError(path=name, reason="it is a nested tensor, whose parts have no shape of their own")
     attributes, context = cast(_Flattening, tensor).__tensor_flatten__()
     return Parts({a: getattr(tensor, a) for a in attributes}, context, _text(name, context), {})
 
