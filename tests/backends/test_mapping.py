@@ -58,6 +58,15 @@ def test_read_access_is_read_only(memfd: OwnedFd, access: Access, shown: str) ->
     assert bytes(pages[:3]) == b"abc"
 
 
+@pytest.mark.parametrize("access", [Access.PRIVATE_WRITE, Access.PRIVATE_READ])
+def test_private_pages_reserve_no_memory_for_copies(memfd: OwnedFd, access: Access) -> None:
+    pages = map_pages(memfd.fileno(), NBYTES, access)
+    with open("/proc/self/smaps") as smaps:
+        ours = smaps.read().partition(f"{ctypes.addressof(pages):x}-")[2]
+    flags = ours.partition("VmFlags:")[2].partition("\n")[0].split()
+    assert "nr" in flags
+
+
 def test_a_sealed_file_cannot_be_made_writable_through_a_shared_mapping(memfd: OwnedFd) -> None:
     seal_memfd(memfd)
     pages = map_pages(memfd.fileno(), NBYTES, Access.SHARED_READ)

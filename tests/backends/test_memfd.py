@@ -4,12 +4,21 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from wcache_async.backends.memfd import SEALS, check_memfd, create_memfd, read_memfd, seal_memfd, sealed_memfd
+from wcache_async.backends.memfd import (
+    SEALS,
+    check_memfd,
+    create_memfd,
+    read_memfd,
+    read_memfd_into,
+    seal_memfd,
+    sealed_memfd,
+)
 from wcache_async.errors import InvalidMemfd
 from wcache_async.sockets.fds import OwnedFd
 
@@ -75,6 +84,28 @@ def test_a_memfd_that_cannot_be_filled_is_closed(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="No space"):
         sealed_memfd("test", b"x")
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_memfd_that_cannot_be_as_large_is_closed() -> None:
+    before = os.listdir("/proc/self/fd")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            create_memfd("test", 1001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_part_is_read_into_place_and_a_part_that_is_not_there_is_an_error() -> None:
+    with sealed_memfd("test", bytes(range(100))) as fd:
+        into = bytearray(10)
+        read_memfd_into(fd, memoryview(into), 20)
+        assert into == bytes(range(20, 30))
+        read_memfd_into(fd, memoryview(b""), 500)
+        with pytest.raises(OSError, match="5 bytes are missing at offset 100"):
+            read_memfd_into(fd, memoryview(into), 95)
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 4096])

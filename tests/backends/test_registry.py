@@ -19,6 +19,7 @@ from wcache_async.backends.base import (
     StateTensors,
 )
 from wcache_async.backends.registry import (
+    choose_accepted,
     choose_daemon_transport_backend,
     choose_for_device,
     get_client_transport_backend,
@@ -238,6 +239,27 @@ def test_a_backend_asked_for_is_that_one_or_an_error() -> None:
         choose_for_device("cpu", "vmm_fd")
     with pytest.raises(UnknownBackend):
         choose_for_device("cpu", "carrier_pigeon")
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize(
+    ("device", "accepted", "chosen"),
+    [
+        ("cpu", ALL, "shm_fd"),
+        ("cuda:1", ALL, "vmm_fd"),
+        ("cuda:1", ("torch_ipc", "from_the_future"), "torch_ipc"),
+        ("cpu", ("torch_ipc", "vmm_fd"), "torch_ipc"),
+    ],
+)
+def test_a_client_gets_the_best_it_accepts_for_the_device(device: str, accepted: tuple[str, ...], chosen: str) -> None:
+    assert choose_accepted(device, accepted).name == chosen
+
+
+@pytest.mark.usefixtures("three")
+def test_a_client_that_accepts_nothing_the_device_takes_is_told_what_it_does() -> None:
+    with pytest.raises(BackendNotAccepted) as caught:
+        choose_accepted("cpu", ["vmm_fd"])
+    assert caught.value.exportable == ["shm_fd", "torch_ipc"]
 
 
 def test_automatic_choice_skips_what_cannot_work_and_says_so_where_nothing_can(

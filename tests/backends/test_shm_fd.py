@@ -162,6 +162,29 @@ def test_kernels_without_populate_allocate_by_the_file(
     fill(backend)
 
 
+def test_exported_bytes_are_read_back_for_another_backend(backend: ShmFdTransportBackend) -> None:
+    manifest = fill(backend)
+    into = bytearray(12_000)
+    backend.read_arena(0, manifest.tensors[2].offset, memoryview(into))
+    assert into == b"\3" * 12_000
+    backend.close()
+    with pytest.raises(ValueError, match="closed"):
+        backend.read_arena(0, 0, memoryview(into))
+
+
+def test_address_space_that_cannot_be_had_is_insufficient_memory(
+    backend: ShmFdTransportBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    writer = backend.begin_export(SPEC)
+    monkeypatch.setattr(shm_fd, "map_pages", full)
+    with pytest.raises(InsufficientMemory), writer.storage(0):
+        pass
+    writer.abort()
+
+
 def test_an_aborted_export_gives_everything_back(backend: ShmFdTransportBackend) -> None:
     writer = backend.begin_export(SPEC)
     with writer.storage(0):

@@ -19,9 +19,9 @@ CPU = frozenset({"cpu"})
 State = dict[str, tuple[torch.Tensor, bool]]
 
 
-def describe(state: State, **options: set[str]) -> tuple[StateSpec, list[bytes]]:
+def describe(state: State, non_persistent: frozenset[str] = frozenset()) -> tuple[StateSpec, list[bytes]]:
     """The spec, and a copy of each storage's bytes."""
-    spec, regions = describe_tensors(state, backend="test", devices=CPU, **options)
+    spec, regions = describe_tensors(state, backend="test", devices=CPU, non_persistent=non_persistent)
     return spec, [ctypes.string_at(region.address, region.nbytes) for region in regions]
 
 
@@ -52,7 +52,7 @@ def test_kinds_and_gradients_are_recorded() -> None:
             "b": (torch.ones(2), False),
             "n": (torch.ones(2), False),
         },
-        non_persistent={"n"},
+        non_persistent=frozenset({"n"}),
     )
     assert [(t.kind, t.requires_grad) for t in spec.tensors] == [
         (Kind.PARAMETER, True),
