@@ -1,4 +1,4 @@
-"""Two ends of a connection, descriptors that can be told apart, and a limit on them."""
+"""Two ends of a connection, and a limit on descriptors."""
 
 import asyncio
 import contextlib
@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from wcache_async.protocol.connection import Connection, Received, Role
-from wcache_async.protocol.framing import Segment, encode_frame
-from wcache_async.protocol.messages import Message, Welcome, encode_message
-from wcache_async.sockets.fds import OwnedFd
+from tests.sockets.wire import DEADLINE, client, frame
+from wcache_async.protocol.connection import Received
+from wcache_async.protocol.messages import Welcome
 from wcache_async.sockets.stream import FdStream
 
 
@@ -21,8 +20,8 @@ from wcache_async.sockets.stream import FdStream
 def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two connected raw sockets, which block for ten seconds at most."""
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    a.settimeout(10)
-    b.settimeout(10)
+    a.settimeout(DEADLINE)
+    b.settimeout(DEADLINE)
     with a, b:
         yield a, b
 
@@ -33,10 +32,10 @@ async def pair() -> AsyncIterator[tuple[FdStream, FdStream]]:
 
     Both in the client's role, as only that takes fds: so each may send them to the other.
     """
-    one, other = (FdStream(sock, Connection(Role.CLIENT)) for sock in socket.socketpair())
+    one, other = (FdStream(sock, client()) for sock in socket.socketpair())
     for sender, receiver in ((one, other), (other, one)):
         sender.send(0, Welcome(version=1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE):
             assert isinstance(await receiver.receive(), Received)
     yield one, other
     one.close()
@@ -48,32 +47,12 @@ async def with_raw(sockets: tuple[socket.socket, socket.socket]) -> AsyncIterato
     """A stream past its handshake, in the client's role, and a raw non-blocking socket as its peer."""
     ours, raw = sockets
     raw.setblocking(False)
-    stream = FdStream(ours, Connection(Role.CLIENT))
+    stream = FdStream(ours, client())
     raw.send(frame(0, Welcome(version=1)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE):
         assert isinstance(await stream.receive(), Received)
     yield stream, raw
     stream.close()
-
-
-def frame(request_id: int, message: Message) -> bytes:
-    segments: list[Segment[OwnedFd]] = encode_frame(request_id, encode_message(message))
-    return b"".join(segment.data for segment in segments)
-
-
-@pytest.fixture
-def numbered() -> Callable[[int], list[OwnedFd]]:
-    """That many descriptors, of files that each say their place in the list."""
-
-    def make(count: int) -> list[OwnedFd]:
-        fds = []
-        for number in range(count):
-            fd = OwnedFd(os.memfd_create("numbered", os.MFD_CLOEXEC))
-            os.write(fd.fileno(), b"%d" % number)
-            fds.append(fd)
-        return fds
-
-    return make
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.sockets.wire import numbered
 from wcache_async.sockets.fds import OwnedFd, own_received
 from wcache_async.sockets.peer import peer_credentials
 
 Sockets = tuple[socket.socket, socket.socket]
-Numbered = Callable[[int], list[OwnedFd]]
 ROOM = socket.CMSG_SPACE(253 * 4)
 
 
@@ -53,7 +53,7 @@ def test_reading_without_a_control_buffer_makes_the_kernel_close_the_fds(sockets
     assert not flags & socket.MSG_CTRUNC  # and nothing tells
 
 
-def test_a_control_buffer_too_small_lets_some_through_and_says_ctrunc(sockets: Sockets, numbered: Numbered) -> None:
+def test_a_control_buffer_too_small_lets_some_through_and_says_ctrunc(sockets: Sockets) -> None:
     sent = numbered(5)
     send(sockets[0], b"x", sent)
     _, fds, flags = receive(sockets[1], 10, socket.CMSG_LEN(3 * 4))
@@ -62,7 +62,7 @@ def test_a_control_buffer_too_small_lets_some_through_and_says_ctrunc(sockets: S
     close(sent + fds)
 
 
-def test_a_control_buffer_for_one_lets_two_in(sockets: Sockets, numbered: Numbered) -> None:
+def test_a_control_buffer_for_one_lets_two_in(sockets: Sockets) -> None:
     sent = numbered(2)
     send(sockets[0], b"x", sent)
     _, fds, flags = receive(sockets[1], 10, socket.CMSG_SPACE(4))
@@ -72,7 +72,7 @@ def test_a_control_buffer_for_one_lets_two_in(sockets: Sockets, numbered: Number
 
 
 def test_at_the_fd_limit_some_arrive_and_only_ctrunc_tells(
-    sockets: Sockets, numbered: Numbered, room_for_fds: Callable[[int], AbstractContextManager[None]]
+    sockets: Sockets, room_for_fds: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     sent = numbered(5)
     send(sockets[0], b"x", sent)
@@ -84,7 +84,7 @@ def test_at_the_fd_limit_some_arrive_and_only_ctrunc_tells(
     close(sent + fds)
 
 
-def test_253_fds_go_in_a_message_and_254_do_not(sockets: Sockets, numbered: Numbered) -> None:
+def test_253_fds_go_in_a_message_and_254_do_not(sockets: Sockets) -> None:
     sent = numbered(254)
     with pytest.raises(OSError, match="Invalid argument"):
         send(sockets[0], b"x", sent)
@@ -95,7 +95,7 @@ def test_253_fds_go_in_a_message_and_254_do_not(sockets: Sockets, numbered: Numb
     close(sent + fds)
 
 
-def test_fds_come_with_the_first_byte_of_their_message(sockets: Sockets, numbered: Numbered) -> None:
+def test_fds_come_with_the_first_byte_of_their_message(sockets: Sockets) -> None:
     sent = numbered(1)
     send(sockets[0], b"ab", sent)
     data, fds, _ = receive(sockets[1], 1)
@@ -105,9 +105,7 @@ def test_fds_come_with_the_first_byte_of_their_message(sockets: Sockets, numbere
     close(sent + fds)
 
 
-def test_plain_bytes_and_a_message_with_fds_after_them_can_arrive_together(
-    sockets: Sockets, numbered: Numbered
-) -> None:
+def test_plain_bytes_and_a_message_with_fds_after_them_can_arrive_together(sockets: Sockets) -> None:
     sent = numbered(1)
     sockets[0].send(b"plain")
     send(sockets[0], b"with", sent)
@@ -116,7 +114,7 @@ def test_plain_bytes_and_a_message_with_fds_after_them_can_arrive_together(
     close(sent + fds)
 
 
-def test_two_messages_with_fds_never_arrive_together(sockets: Sockets, numbered: Numbered) -> None:
+def test_two_messages_with_fds_never_arrive_together(sockets: Sockets) -> None:
     sent = numbered(2)
     send(sockets[0], b"one", sent[:1])
     send(sockets[0], b"two", sent[1:])
@@ -127,7 +125,7 @@ def test_two_messages_with_fds_never_arrive_together(sockets: Sockets, numbered:
     close(sent + fds + more)
 
 
-def test_a_partial_send_took_the_fds_along(sockets: Sockets, numbered: Numbered) -> None:
+def test_a_partial_send_took_the_fds_along(sockets: Sockets) -> None:
     sent = numbered(1)
     sockets[0].setblocking(False)
     assert send(sockets[0], bytes(4 << 20), sent) < 4 << 20
@@ -136,7 +134,7 @@ def test_a_partial_send_took_the_fds_along(sockets: Sockets, numbered: Numbered)
     close(sent + fds)
 
 
-def test_received_fds_are_inheritable_unless_cmsg_cloexec_is_asked_for(sockets: Sockets, numbered: Numbered) -> None:
+def test_received_fds_are_inheritable_unless_cmsg_cloexec_is_asked_for(sockets: Sockets) -> None:
     sent = numbered(2)
     for fd in sent:
         send(sockets[0], b"x", [fd])

@@ -1,15 +1,12 @@
 """The queue of what is to be written."""
 
-from collections.abc import Callable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sockets.wire import numbered
 from wcache_async.protocol.framing import Segment
 from wcache_async.sockets.fds import OwnedFd
 from wcache_async.sockets.outgoing import MAX_BUFFERS_PER_SEND, Outgoing
-
-Numbered = Callable[[int], list[OwnedFd]]
 
 
 def queue(*segments: Segment[OwnedFd]) -> Outgoing:
@@ -25,7 +22,7 @@ def test_plain_segments_share_a_send_up_to_a_limit() -> None:
     assert fds == ()
 
 
-def test_a_segment_with_fds_never_follows_another_in_the_same_send(numbered: Numbered) -> None:
+def test_a_segment_with_fds_never_follows_another_in_the_same_send() -> None:
     fds = numbered(2)
     outgoing = queue(Segment(b"plain"), Segment(b"one", (fds[0],)), Segment(b"more"), Segment(b"two", (fds[1],)))
     assert outgoing.batch() == ([b"plain"], ())
@@ -36,7 +33,7 @@ def test_a_segment_with_fds_never_follows_another_in_the_same_send(numbered: Num
     outgoing.drop()
 
 
-def test_fds_go_with_the_first_byte_alone_and_are_closed_then(numbered: Numbered) -> None:
+def test_fds_go_with_the_first_byte_alone_and_are_closed_then() -> None:
     data = b"header and body"
     for split in range(1, len(data)):
         fds = numbered(2)
@@ -47,7 +44,7 @@ def test_fds_go_with_the_first_byte_alone_and_are_closed_then(numbered: Numbered
         assert (bytes(buffers[0]), rest) == (data[split:], ())
 
 
-def test_dropping_closes_every_fd(numbered: Numbered) -> None:
+def test_dropping_closes_every_fd() -> None:
     fds = numbered(2)
     outgoing = queue(Segment(b"one", (fds[0],)), Segment(b"two", (fds[1],)))
     outgoing.drop()

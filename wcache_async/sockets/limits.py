@@ -6,11 +6,14 @@ import resource
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["FdRoom", "make_room_for_fds"]
+__all__ = ["FdRoom", "fd_room", "raise_fd_limit"]
 
 _HIGHEST: Final = 1 << 16
 """Children inherit the limit, and some close every number below it one by one: where the hard
 limit is a billion, as in many containers, they would never get to work."""
+
+_UNLIMITED: Final = 1 << 30
+"""More than the kernel allows (fs.nr_open)."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +28,24 @@ class FdRoom:
         return self.limit - self.used
 
 
-def make_room_for_fds() -> FdRoom:
-    """Raise the soft limit (RLIMIT_NOFILE) to the hard one, or to 65,536 where that is higher; never lower it."""
+def raise_fd_limit() -> int:
+    """Raise the soft limit (RLIMIT_NOFILE) to the hard one, or to 65,536 where that is higher; never lower it.
+
+    Returns the limit there is then.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    wanted = _HIGHEST if hard == unlimited else min(hard, _HIGHEST)
-    if soft != unlimited and soft < wanted:
+    wanted = _HIGHEST if hard == resource.RLIM_INFINITY else min(hard, _HIGHEST)
+    if soft == resource.RLIM_INFINITY:
+        return _UNLIMITED
+    if soft < wanted:
         # A sandbox may forbid it, and then the old limit is what there is.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            return wanted
+    return soft
+
+
+def fd_room() -> FdRoom:
+    """Room for fds once the limit is raised."""
     # The listing's own descriptor counts, but is gone again.
-    return FdRoom(1 << 30 if soft == unlimited else soft, len(os.listdir("/proc/self/fd")) - 1)
+    return FdRoom(raise_fd_limit(), len(os.listdir("/proc/self/fd")) - 1)

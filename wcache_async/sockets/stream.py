@@ -115,6 +115,7 @@ class FdStream:
         self._writing = False
         self._retry: asyncio.TimerHandle | None = None
         self._retry_s = _FIRST_RETRY_S
+        self._more_reading: asyncio.Handle | None = None
         self._reading = True
         self._loop.add_reader(self._fd, self._on_readable)
 
@@ -166,22 +167,30 @@ class FdStream:
         await self._ended.wait()
 
     def _on_readable(self) -> None:
+        if self._more_reading is None:  # else its turn comes anyway
+            self._read()
+
+    def _read(self) -> None:
+        self._more_reading = None
         scratch = _scratch()
         try:
             for _ in range(_CALLS_PER_WAKEUP):
                 nbytes, ancillary, flags, _ = self._sock.recvmsg_into([scratch], _ANCILLARY_NBYTES, _RECEIVE_FLAGS)
                 fds = own_received(ancillary)
                 self._take_in(scratch[:nbytes], fds, truncated=bool(flags & socket.MSG_CTRUNC))
-                full = nbytes == len(scratch) or len(fds) == MAX_FDS_PER_MESSAGE
-                if not full or not self._reading:
+                if not self._reading:
                     return
         except BlockingIOError:
             return
         except OSError as error:
             self._lose(error.strerror or str(error))
+            return
         except BaseException as error:
             self._lose(f"{type(error).__name__}: {error}")
             raise
+        # Not left to the next readiness: libuv tells of an error once and stops watching, and a
+        # reset's last words are read before its error (uv__poll_io).
+        self._more_reading = self._loop.call_soon(self._read)
 
     def _take_in(self, data: memoryview, fds: list[OwnedFd], *, truncated: bool) -> None:
         connection = self._connection
@@ -239,9 +248,15 @@ class FdStream:
             self._loop.add_reader(self._fd, self._on_readable)
 
     def _stop_reading(self) -> None:
+        self._cancel_more_reading()
         if self._reading:
             self._reading = False
             self._loop.remove_reader(self._fd)
+
+    def _cancel_more_reading(self) -> None:
+        if self._more_reading is not None:
+            self._more_reading.cancel()
+            self._more_reading = None
 
     # --------------------------------------------------------------------------------- sending
     def send(self, request_id: int, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
@@ -249,8 +264,8 @@ class FdStream:
 
         Takes over `fds` whatever happens: they are closed once sent, dropped or refused.  Raises
         SendQueueFull where the message would exceed `max_queued_bytes` (one message may, while
-        nothing else waits), StreamClosed, StreamBroken, MalformedMessage where it cannot be
-        encoded, and ValueError for an fd already closed; nothing is queued then.
+        nothing else waits), StreamClosed, StreamBroken, MalformedMessage or FrameTooLarge for
+        what the peer could not take, and ValueError for an fd already closed; nothing is queued then.
         """
         try:
             if self._closing:
@@ -364,10 +379,7 @@ class FdStream:
         self._closing = self._closed = True
         self._end_reading(StreamClosed)
         self._fail_sending(StreamClosed)
-        if self._input_over is not None:
-            self._loop.remove_reader(self._fd)
-            if not self._input_over.done():
-                self._input_over.set_result(None)
+        self._end_discarding()
         # Only now: a closed number still registered would silence the next socket that gets it.
         self._sock.close()
         self._drop_events()
@@ -400,21 +412,31 @@ class FdStream:
             self.close()
 
     def _on_discardable(self) -> None:
+        if self._more_reading is None:
+            self._discard()
+
+    def _discard(self) -> None:
+        self._more_reading = None
         try:
             for _ in range(_CALLS_PER_WAKEUP):
                 # Without a control buffer the kernel closes the fds that come along.
-                nbytes = self._sock.recv_into(_scratch(), 0, socket.MSG_DONTWAIT)
-                if nbytes == 0:
+                if self._sock.recv_into(_scratch(), 0, socket.MSG_DONTWAIT) == 0:
                     break
             else:
+                self._more_reading = self._loop.call_soon(self._discard)
                 return
         except BlockingIOError:
             return
         except OSError:
-            pass
-        self._loop.remove_reader(self._fd)
-        if self._input_over is not None and not self._input_over.done():
-            self._input_over.set_result(None)
+            pass  # It will not read what we have to say either.
+        self._end_discarding()
+
+    def _end_discarding(self) -> None:
+        self._cancel_more_reading()
+        if self._input_over is not None:
+            self._loop.remove_reader(self._fd)
+            if not self._input_over.done():
+                self._input_over.set_result(None)
 
     def _drop_events(self) -> None:
         while self._events:
