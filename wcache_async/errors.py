@@ -564,7 +564,10 @@ class FdsTruncated(ProtocolError):
 
     @property
     def hint(self) -> str:
-        return "The receiver is probably at its fd limit: raise it with `ulimit -n`"
+        return (
+            "The receiver is probably at its fd limit: raise it with `ulimit -n`, or use shm_fd, "
+            "which takes one fd for a whole state where torch_ipc takes one for each of its storages"
+        )
 
 
 class FdsUndeclared(ProtocolError):

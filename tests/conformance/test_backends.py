@@ -187,7 +187,7 @@ async def test_a_killed_client_costs_the_daemon_and_the_next_client_nothing(case
 
 
 async def test_tensors_outlive_a_killed_daemon(case: BackendCase, forge: Forge) -> None:
-    if not case.backend().capabilities.survives_daemon_exit:
+    if not case.backend().capabilities_on(case.device).survives_daemon_exit:
         pytest.skip(f"{case.name} says that it does not promise this")
     ours, theirs = socket.socketpair()
     with forge.start(daemon, theirs, case.name, states.weights) as child:

@@ -18,7 +18,7 @@ block, and run in an executor; the two `async` verbs never block the loop.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -171,6 +171,13 @@ class WeightCacheTransportBackend(ABC):
     def survives_daemon_exit(self) -> bool:
         """Whether the tensors of this very state stay valid when the daemon dies."""
         return self.capabilities.survives_daemon_exit
+
+    def when_unused(self, callback: Callable[[], None]) -> bool:
+        """For a client that has closed it: whether the daemon may free the state's memory now.
+
+        If not, `callback` is called, once and from any thread, when the last tensor is gone.
+        """
+        return True
 
     @property
     @abstractmethod

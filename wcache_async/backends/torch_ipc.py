@@ -1,14 +1,18 @@
 """`torch_ipc`: tensors in memory that torch shares by itself, without a pickle.
 
-CPU storages are torch's shared storages, one file and one fd each, that every client maps as they
-are: writable, for torch gives nothing else, so that a client's write reaches everyone.
+CPU storages are torch's shared storages, one file and one fd each.  CUDA storages lie in one
+allocation per device that travels as a handle: the daemon must outlive its use, and a client
+keeps its lease until its last tensor is gone.  Clients map either as it is, writable, for torch
+gives nothing else: a client's write reaches everyone.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from msgspec import Struct
@@ -20,12 +24,14 @@ from wcache_async.backends.base import (
     ResponseReceiver,
     ResponseSender,
     StateTensors,
-    StateWriter,
     WeightCacheTransportBackend,
+    device_type_of,
 )
-from wcache_async.backends.memory import Reservation
-from wcache_async.backends.storages import describe_tensors, refusal
-from wcache_async.backends.torch_shared import SharedArena, check_room, open_shared_arenas
+from wcache_async.backends.storages import StorageRegion, describe_tensors, refusal
+from wcache_async.backends.torch_cuda import CudaExport, CudaIpc, TorchCudaIpc
+from wcache_async.backends.torch_cuda_arena import EXPANDABLE_SEGMENTS, CudaArena, find_device, open_cuda_arena
+from wcache_async.backends.torch_shared import SharedArena, open_shared_arenas
+from wcache_async.backends.torch_writer import TorchArena, TorchWriter
 from wcache_async.backends.views import ArenaViews
 from wcache_async.errors import (
     BackendUnavailable,
@@ -34,8 +40,12 @@ from wcache_async.errors import (
     StateReleased,
     StateUnloaded,
 )
-from wcache_async.manifest import NonNegative, StateManifest, StateSpec, TensorEntry, build_manifest, plan_layout
-from wcache_async.protocol.framing import MAX_FDS_PER_FRAME
+from wcache_async.manifest import (
+    NonNegative,
+    StateManifest,
+    StateSpec,
+    TensorEntry,
+)
 from wcache_async.protocol.messages import FetchStateResponse
 from wcache_async.sockets.fds import OwnedFd
 
@@ -44,14 +54,19 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchIpcTransportBackend"]
 
-_DEVICES = frozenset({"cpu"})
-_MAX_STORAGES = MAX_FDS_PER_FRAME - 1  # One is the manifest's.
+_CPU = "cpu"
+_DEVICES = frozenset({_CPU, "cuda"})
 
 
 class _Payload(Struct, frozen=True):
-    """What `FetchStateResponse.payload` says of this backend's arenas: bytes of each, in order."""
+    """What `FetchStateResponse.payload` says of this backend's arenas.
+
+    Bytes of each in order, and in the same order how those on a GPU are opened; the others have an
+    fd each.
+    """
 
     arenas: tuple[NonNegative, ...]
+    cuda: tuple[CudaExport, ...] = ()
 
 
 _encode_payload = msgspec.msgpack.Encoder().encode
@@ -63,24 +78,61 @@ class TorchIpcTransportBackend(WeightCacheTransportBackend):
 
     name = TORCH_IPC_BACKEND
     capabilities = Capabilities(
-        survives_daemon_exit=True, read_only=False, needs_shared_pid_namespace=False, devices=_DEVICES
+        survives_daemon_exit=False, read_only=False, needs_shared_pid_namespace=True, devices=_DEVICES
     )
+    cuda: ClassVar[CudaIpc] = TorchCudaIpc()
 
     def __init__(self, options: ImportOptions | None = None) -> None:
         """Raises BackendUnavailable where `options` ask for read-only memory."""
         super().__init__(options)
         if self.options.mapping == "read_only":
             raise BackendUnavailable(name=self.name, reason="torch maps shared memory writable, and no other way")
-        self._arenas: tuple[SharedArena, ...] = ()
+        self._arenas: tuple[TorchArena, ...] = ()
         self._payload = b""
         self._resident_bytes = 0
         self._views: ArenaViews | None = None
         self._received: tuple[str, int] | None = None
+        self._foreign: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
+        self._on_cpu = False
 
     # ------------------------------------------------------------------------- both sides
     @classmethod
     def unavailable_reason(cls) -> str | None:
         return None
+
+    @classmethod
+    def device_refusal(cls, device: str) -> str | None:
+        if device_type_of(device) == "cuda":
+            return cls.cuda.missing_reason() or (EXPANDABLE_SEGMENTS if cls.cuda.expandable_segments() else None)
+        return super().device_refusal(device)
+
+    @classmethod
+    def capabilities_on(cls, device_type: str) -> Capabilities:
+        if device_type == _CPU:
+            return Capabilities(
+                survives_daemon_exit=True,
+                read_only=False,
+                needs_shared_pid_namespace=False,
+                devices=frozenset({_CPU}),
+            )
+        return cls.capabilities
+
+    @property
+    def survives_daemon_exit(self) -> bool:
+        return self._on_cpu
+
+    def when_unused(self, callback: Callable[[], None]) -> bool:
+        foreign = [storage for reference in self._foreign if (storage := reference()) is not None]
+        last = len(foreign)
+        gone = itertools.count(1)
+
+        def one_gone() -> None:
+            if next(gone) == last:
+                callback()
+
+        for storage in foreign:
+            weakref.finalize(storage, one_gone).atexit = False
+        return not foreign
 
     @property
     def resident_bytes(self) -> int:
@@ -104,26 +156,42 @@ class TorchIpcTransportBackend(WeightCacheTransportBackend):
         spec, regions = describe_tensors(
             state_tensors, backend=self.name, devices=_DEVICES, non_persistent=non_persistent
         )
-        writer = self.begin_export(spec)
+        ordinals = [self.cuda.ordinal_of(region.tensors[0]) for region in regions]
+        writer = TorchWriter(self.cuda, spec, ordinals or [None], self._adopt)
         try:
             for number, region in enumerate(regions):
                 if region.nbytes:
-                    writer.copy_from(number, region.address)
+                    writer.copy_from(number, _bytes_of_region(region))
             return writer.finish()
         except BaseException:
             writer.abort()
             raise
 
-    def begin_export(self, spec: StateSpec, *, device: str = "cpu") -> "_TorchIpcWriter":
-        if device != "cpu":
-            raise BackendUnavailable(name=self.name, reason=f"it holds CPU memory, and {device} was asked for")
-        return _TorchIpcWriter(self, spec)
+    def begin_export(self, spec: StateSpec, *, device: str = _CPU) -> TorchWriter:
+        """`device` is torch's name, ``cpu`` or ``cuda:1``, or a ``GPU-…`` UUID."""
+        reason = self.device_refusal(device)
+        if reason is not None:
+            raise BackendUnavailable(name=self.name, reason=reason)
+        ordinal = None if device == _CPU else self._ordinal(device)
+        return TorchWriter(self.cuda, spec, [ordinal] * max(len(spec.storages), 1), self._adopt)
 
-    def _adopt(self, arenas: Sequence[SharedArena]) -> None:
+    def _ordinal(self, device: str) -> int:
+        if device.startswith("GPU-"):
+            return find_device(self.cuda, device)
+        _, _, number = device.partition(":")
+        ordinal = int(number) if number.isdecimal() else 0 if device == "cuda" else -1
+        count = len(self.cuda.uuids())
+        if not 0 <= ordinal < count:
+            raise BackendUnavailable(name=self.name, reason=f"{device} was asked for, and this process sees {count}")
+        return ordinal
+
+    def _adopt(self, arenas: Sequence[TorchArena]) -> None:
         self._arenas = tuple(arenas)
         sizes = tuple(arena.nbytes for arena in arenas)
-        self._payload = _encode_payload(_Payload(sizes))
+        exports = (arena.export for arena in arenas if isinstance(arena, CudaArena))
+        self._payload = _encode_payload(_Payload(sizes, tuple(export for export in exports if export is not None)))
         self._resident_bytes = sum(sizes)
+        self._on_cpu = all(arena.device == _CPU for arena in arenas)
 
     async def send_fetch_state_response(
         self, stream: ResponseSender, response: FetchStateResponse, fds: Sequence[OwnedFd]
@@ -133,7 +201,7 @@ class TorchIpcTransportBackend(WeightCacheTransportBackend):
                 owned.callback(fd.close)
             if not self._arenas:
                 raise StateUnloaded(name=response.name, rank=response.rank)
-            lent = [arena.lend() for arena in self._arenas]
+            lent = [arena.lend() for arena in self._arenas if isinstance(arena, SharedArena)]
             completed = msgspec.structs.replace(
                 response, transport_backend=self.name, payload=self._payload, resident_bytes=self._resident_bytes
             )
@@ -150,16 +218,18 @@ class TorchIpcTransportBackend(WeightCacheTransportBackend):
         self, stream: ResponseReceiver, response: FetchStateResponse, manifest: StateManifest
     ) -> None:
         try:
-            announced = _decode_payload(response.payload).arenas
-        except msgspec.DecodeError as error:
+            payload = _decode_payload(response.payload)
+        except (msgspec.DecodeError, RecursionError) as error:
             raise MalformedMessage(reason=f"the payload of {self.name}: {error}") from error
-        fds = stream.take_fds(len(announced))
+        fds = stream.take_fds(sum(1 for arena in manifest.arenas if arena.device == _CPU))
         # Everything handed to the executor owns itself, so that a cancellation, before or while
         # it runs, frees it all by dropping it.
-        job = asyncio.get_running_loop().run_in_executor(None, _open_arenas, fds, announced, manifest)
+        job = asyncio.get_running_loop().run_in_executor(None, _open_arenas, self.cuda, fds, payload, manifest)
         del fds
-        self._views = await job
-        self._resident_bytes = sum(announced)
+        self._views, foreign = await job
+        self._foreign = tuple(weakref.ref(storage) for storage in foreign)
+        self._on_cpu = all(arena.device == _CPU for arena in manifest.arenas)
+        self._resident_bytes = sum(payload.arenas)
         self._received = (response.name, response.rank)
 
     def import_tensor(self, entry: TensorEntry) -> "torch.Tensor":
@@ -177,72 +247,44 @@ class TorchIpcTransportBackend(WeightCacheTransportBackend):
         return views
 
 
-class _TorchIpcWriter(StateWriter):
-    """Fills the arenas of one state and gives them to its backend."""
+def _bytes_of_region(region: StorageRegion) -> "torch.Tensor":
+    import torch
 
-    def __init__(self, backend: TorchIpcTransportBackend, spec: StateSpec) -> None:
-        self._backend = backend
-        self._spec = spec
-        self._layout = plan_layout(spec.storages, max_arena=1)  # A storage each.
-        sizes = self._layout.arena_nbytes
-        if len(sizes) > _MAX_STORAGES:
-            raise BackendUnavailable(
-                name=backend.name,
-                reason=f"it takes an fd for every storage, and a response carries {_MAX_STORAGES} of the state's "
-                f"{len(sizes)}; shm_fd takes one for them all",
-            )
-        check_room(sum(sizes), len(sizes))
-        self._reservation = Reservation(sum(sizes))
-        self._arenas = [SharedArena(nbytes) for nbytes in sizes]
-
-    @contextmanager
-    def storage(self, number: int) -> Iterator[memoryview]:
-        arena, offset = self._layout.places[number]
-        nbytes = self._spec.storages[number]
-        self._reservation.take(nbytes)
-        with self._arena(arena).write(offset, nbytes) as view:
-            yield view
-
-    def copy_from(self, number: int, address: int) -> None:
-        """Fill one storage with this process's memory at `address`.  Blocks."""
-        arena, offset = self._layout.places[number]
-        nbytes = self._spec.storages[number]
-        self._reservation.take(nbytes)
-        self._arena(arena).copy_from(offset, address, nbytes)
-
-    def finish(self) -> StateManifest:
-        if not self._arenas:
-            raise ValueError(_WRITER_DONE)
-        manifest = build_manifest(self._spec, self._layout)
-        for arena in self._arenas:
-            arena.finish()
-        self._reservation.release()
-        arenas, self._arenas = self._arenas, []
-        self._backend._adopt(arenas)
-        return manifest
-
-    def abort(self) -> None:
-        self._reservation.release()
-        arenas, self._arenas = self._arenas, []
-        for arena in arenas:
-            arena.close()
-
-    def _arena(self, number: int) -> SharedArena:
-        if not self._arenas:
-            raise ValueError(_WRITER_DONE)
-        return self._arenas[number]
+    storage = region.tensors[0].untyped_storage()
+    with torch.inference_mode(False):
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        start = region.address - storage.data_ptr()
+        return whole[start : start + region.nbytes]
 
 
-_WRITER_DONE = "the state is finished or was given up"
+def _open_arenas(
+    cuda: CudaIpc, fds: Sequence[OwnedFd], payload: _Payload, manifest: StateManifest
+) -> "tuple[ArenaViews, list[torch.UntypedStorage]]":
+    """Check everything, then open everything; closes the fds in any case.
 
-
-def _open_arenas(fds: Sequence[OwnedFd], announced: Sequence[int], manifest: StateManifest) -> ArenaViews:
-    """Check everything, then open everything; closes the fds in any case."""
+    Besides the views, the storages that are another process's device memory.
+    """
     try:
         expected = tuple(arena.nbytes for arena in manifest.arenas)
-        if expected != tuple(announced):
-            raise InvalidManifest(tensor="", reason=f"arenas of {expected} bytes, announced were {tuple(announced)}")
-        return ArenaViews(manifest, open_shared_arenas(fds, expected))
+        if expected != payload.arenas:
+            raise InvalidManifest(tensor="", reason=f"arenas of {expected} bytes, announced were {payload.arenas}")
+        announced = [(export.device, export.nbytes) for export in payload.cuda]
+        on_gpus = [(arena.device, arena.nbytes) for arena in manifest.arenas if arena.device != _CPU]
+        if announced != on_gpus:
+            raise InvalidManifest(tensor="", reason=f"arenas {on_gpus} on GPUs, announced were {announced}")
+        shared = iter(open_shared_arenas(fds, [arena.nbytes for arena in manifest.arenas if arena.device == _CPU]))
     finally:
         for fd in fds:
             fd.close()
+    opened = iter([open_cuda_arena(cuda, export) for export in payload.cuda])
+    arenas: list[torch.Tensor] = []
+    foreign: list[torch.UntypedStorage] = []
+    for arena in manifest.arenas:
+        if arena.device == _CPU:
+            arenas.append(next(shared))
+            continue
+        memory, own = next(opened)
+        arenas.append(memory)
+        if not own:
+            foreign.append(memory.untyped_storage())
+    return ArenaViews(manifest, arenas), foreign

@@ -17,12 +17,12 @@ from wcache_async.backends.base import TORCH_IPC_BACKEND
 from wcache_async.backends.memory import available_memory
 from wcache_async.errors import BackendUnavailable, InsufficientMemory, InvalidMemfd
 from wcache_async.sockets.fds import OwnedFd
-from wcache_async.sockets.limits import make_room_for_fds
+from wcache_async.sockets.limits import fd_room
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedArena", "check_room", "open_shared_arenas"]
+__all__ = ["SharedArena", "bytes_of", "check_room", "open_shared_arenas"]
 
 _SHM: Final = "/dev/shm"
 _SPARE_FDS: Final = 32
@@ -43,7 +43,7 @@ class SharedArena:
     def write(self, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Writable bytes of it.  Raises InsufficientMemory, BackendUnavailable."""
         storage = self._allocated()
-        with _bytes_of(storage) as whole, whole[offset : offset + nbytes] as part:
+        with bytes_of(storage) as whole, whole[offset : offset + nbytes] as part:
             yield part
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -52,10 +52,9 @@ class SharedArena:
             target = ctypes.c_uint8.from_buffer(into)
             ctypes.memmove(ctypes.addressof(target), self._allocated().data_ptr() + offset, len(into))
 
-    def copy_from(self, offset: int, address: int, nbytes: int) -> None:
-        """Fill a part with this process's memory at `address`."""
-        storage = self._allocated()
-        ctypes.memmove(storage.data_ptr() + offset, address, nbytes)
+    def copy_from(self, offset: int, source: "torch.Tensor") -> None:
+        """Fill a part with one-dimensional uint8 of this process's memory."""
+        ctypes.memmove(self._allocated().data_ptr() + offset, source.data_ptr(), source.numel())
 
     def finish(self) -> None:
         """Have memory even if nothing was written."""
@@ -117,7 +116,7 @@ def check_room(nbytes: int, storages: int) -> None:
     free = info.f_bavail * info.f_frsize
     if info.f_blocks and nbytes > free:  # No blocks at all: a tmpfs without a limit.
         raise InsufficientMemory(needed=nbytes, available=free, limit=f"{_SHM}; shm_fd does not need it")
-    room = make_room_for_fds()
+    room = fd_room()
     if storages + _SPARE_FDS > room.left:
         raise _too_few_fds(f"the state has {storages} storages, and {room.used} fds are open of at most {room.limit}")
 
@@ -158,7 +157,8 @@ def _check(fd: OwnedFd, nbytes: int, what: str) -> None:
         raise InvalidMemfd(what=what, reason=f"it has {info.st_size} bytes where {nbytes} were announced")
 
 
-def _bytes_of(storage: "torch.UntypedStorage") -> memoryview:
+def bytes_of(storage: "torch.UntypedStorage") -> memoryview:
+    """The bytes of a storage in host memory, writable; the view keeps it."""
     pages = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     pages._owner = storage  # type: ignore[attr-defined]  # whatever holds the view holds the memory
     return memoryview(pages).cast("B")
@@ -168,7 +168,7 @@ def _refusal(error: RuntimeError, nbytes: int) -> BackendUnavailable | Insuffici
     """What torch's RuntimeError means; it quotes errno in parentheses."""
     text = str(error)
     if "Too many open files" in text or "duplicate a shared memory file descriptor" in text:
-        room = make_room_for_fds()
+        room = fd_room()
         return _too_few_fds(f"{room.used} fds are open of at most {room.limit}")
     if "No space left" in text or "Cannot allocate memory" in text:
         available, limit = available_memory()

@@ -7,7 +7,7 @@ so leases, live on it between calls.
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import uvloop
@@ -16,7 +16,7 @@ from wcache_async.backends.base import MappingMode
 from wcache_async.client import client as asynchronous
 from wcache_async.client.fetch import FetchedState
 from wcache_async.client.session import Progress
-from wcache_async.errors import Scalar
+from wcache_async.errors import DaemonLost, Scalar
 from wcache_async.manifest import Config, StateManifest
 from wcache_async.protocol.messages import StateStatus, StatusResponse, UnloadResponse
 
@@ -104,8 +104,16 @@ class Client:
         backends: Sequence[str] | None = None,
         connect_timeout: float = 10.0,
         name: str = "",
+        on_daemon_lost: Callable[[DaemonLost], object] | None = None,
     ) -> None:
-        self._client = asynchronous.Client(socket_path, backends=backends, connect_timeout=connect_timeout, name=name)
+        """`on_daemon_lost` is called in the thread that serves every blocking client, and must not block."""
+        self._client = asynchronous.Client(
+            socket_path,
+            backends=backends,
+            connect_timeout=connect_timeout,
+            name=name,
+            on_daemon_lost=on_daemon_lost,
+        )
 
     def __enter__(self) -> Self:
         _run(self._client.connect())

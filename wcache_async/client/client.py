@@ -1,13 +1,15 @@
 """The verbs of a client: fetch a state, and ask the daemon to load, unload, report, stop."""
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Self, TypeVar
 
-from wcache_async.backends.base import ImportOptions, MappingMode
+from wcache_async.backends.base import TORCH_IPC_BACKEND, ImportOptions, MappingMode
 from wcache_async.client.fetch import FetchedState, accepted_backends
 from wcache_async.client.session import Progress, Session
-from wcache_async.errors import ClientClosed, Scalar
+from wcache_async.errors import ClientClosed, DaemonLost, Scalar
 from wcache_async.protocol.messages import (
     FetchState,
     FetchStateResponse,
@@ -23,6 +25,7 @@ from wcache_async.protocol.messages import (
     UnloadResponse,
 )
 from wcache_async.sockets.address import default_socket_path
+from wcache_async.sockets.limits import raise_fd_limit
 
 __all__ = ["Client"]
 
@@ -34,7 +37,10 @@ class Client:
 
     An asynchronous context manager; the leases of every state fetched through it end with
     it.  `backends` are the transports to accept, best first (None: all that work in this
-    process).  `connect_timeout` is in seconds.
+    process).  `connect_timeout` is in seconds.  `on_daemon_lost` is called once, on the loop, when
+    the daemon is gone, which ends CUDA tensors of torch_ipc: what to do about it is the caller's
+    to decide.  Accepting torch_ipc raises the process's soft limit on fds, one of which it takes
+    for every storage.
 
     Entering raises NotRunning, PeerNotAllowed, AddressError; what the daemon has against
     this client (its protocol version, say) is raised by the first request.
@@ -47,11 +53,13 @@ class Client:
         backends: Sequence[str] | None = None,
         connect_timeout: float = 10.0,
         name: str = "",
+        on_daemon_lost: Callable[[DaemonLost], object] | None = None,
     ) -> None:
         self.socket_path = os.fspath(socket_path) if socket_path is not None else default_socket_path()
         self.connect_timeout = connect_timeout
         self.name = name or f"pid {os.getpid()}"
         self._backends = None if backends is None else tuple(backends)
+        self._on_daemon_lost = on_daemon_lost
         self._session: Session | None = None
 
     async def __aenter__(self) -> Self:
@@ -65,9 +73,17 @@ class Client:
         """Connect; does nothing while connected."""
         if self._session is None or self._session.ended.done():
             backends = await accepted_backends() if self._backends is None else self._backends
-            self._session = await Session.open(
+            _make_room(backends)
+            session = await Session.open(
                 self.socket_path, backends=backends, client=self.name, timeout=self.connect_timeout
             )
+            session.ended.add_done_callback(partial(self._session_ended, session))
+            self._session = session
+
+    def _session_ended(self, session: Session, _: "asyncio.Future[None]") -> None:
+        error = session.lost
+        if error is not None and self._on_daemon_lost is not None:
+            self._on_daemon_lost(error)
 
     async def close(self) -> None:
         """Disconnect, which ends every lease; tensors imported through shm_fd or vmm_fd stay valid."""
@@ -106,8 +122,11 @@ class Client:
             backends=None if backends is None else tuple(backends),
             progress=progress is not None,
         )
+        # No names at all are an older client's, to the daemon too.
+        accepted = (session.backends or (TORCH_IPC_BACKEND,)) if request.backends is None else request.backends
+        _make_room(accepted)
         response, answer = await session.request(request, FetchStateResponse, progress)
-        return await FetchedState.attach(session, response, answer, ImportOptions(mapping=mapping))
+        return await FetchedState.attach(session, response, answer, ImportOptions(mapping=mapping), accepted)
 
     async def load(
         self,
@@ -162,3 +181,9 @@ class Client:
         response, answer = await self._open_session().request(message, expected, progress)
         answer.close()
         return response
+
+
+def _make_room(accepted: Sequence[str]) -> None:
+    # Now: fds for which there is no room are lost in the very call that receives them.
+    if TORCH_IPC_BACKEND in accepted:
+        raise_fd_limit()

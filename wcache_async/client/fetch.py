@@ -1,7 +1,9 @@
 """One fetched state: what it is, its tensors, and the lease that holds it."""
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from wcache_async.backends.base import ImportOptions, WeightCacheTransportBackend
@@ -9,7 +11,14 @@ from wcache_async.backends.collector import collector_held
 from wcache_async.backends.memfd import read_memfd
 from wcache_async.backends.registry import get_client_transport_backend, import_built_in, usable_backends
 from wcache_async.client.session import Answer, Session
-from wcache_async.errors import DaemonLost, FdsTruncated, FdsUndeclared, InvalidManifest, StateReleased
+from wcache_async.errors import (
+    BackendNotAccepted,
+    DaemonLost,
+    FdsTruncated,
+    FdsUndeclared,
+    InvalidManifest,
+    StateReleased,
+)
 from wcache_async.manifest import Config, StateManifest, decode_manifest
 from wcache_async.protocol.connection import MAX_RESPONSE_NBYTES
 from wcache_async.protocol.messages import FetchStateResponse
@@ -66,8 +75,9 @@ class _Fds:
 class FetchedState:
     """A state attached to this process, and a lease on it until `release` or the client's end.
 
-    Tensors already imported stay valid after both: their memory lives as long as they do
-    (on backends whose capabilities say `survives_daemon_exit`).
+    Tensors already imported stay valid after both: their memory lives as long as they do.  Only
+    where the backend's `survives_daemon_exit` says no (CUDA tensors of torch_ipc) must the client and
+    the daemon go on for as long as a tensor is used; the lease is then held until the last is gone.
     """
 
     def __init__(
@@ -90,19 +100,27 @@ class FetchedState:
         self.manifest_nbytes = response.manifest_nbytes
         self.daemon_pid = session.daemon_pid
         self._lease = response.lease
-        self._survives = backend.capabilities.survives_daemon_exit
+        self._survives = backend.survives_daemon_exit
 
     @classmethod
     async def attach(
-        cls, session: Session, response: FetchStateResponse, answer: Answer, options: ImportOptions
+        cls,
+        session: Session,
+        response: FetchStateResponse,
+        answer: Answer,
+        options: ImportOptions,
+        accepted: Sequence[str],
     ) -> "FetchedState":
         """Open what the response announced; on any error nothing stays open and the lease is given back.
 
-        Raises InvalidManifest, FdsTruncated, FdsUndeclared, UnknownBackend, BackendUnavailable.
+        Raises InvalidManifest, FdsTruncated, FdsUndeclared, UnknownBackend, BackendUnavailable, and
+        BackendNotAccepted where the daemon chose a backend that is none of `accepted`.
         """
         backend: WeightCacheTransportBackend | None = None
         try:
             backend = await _backend(response.transport_backend, options)
+            if backend.name not in accepted:
+                raise BackendNotAccepted(accepted=list(accepted), exportable=[backend.name])
             fds = _Fds(answer)
             manifest = await _receive_manifest(response, fds)
             await backend.recv_fetch_state_response(fds, response, manifest)
@@ -161,9 +179,18 @@ class FetchedState:
     async def release(self) -> None:
         """Give up the lease; tensors already imported stay valid.  Further calls do nothing."""
         backend, self._backend = self._backend, None
-        if backend is not None:
-            self._session.release(self._lease)
-            backend.close()
+        if backend is None:
+            return
+        backend.close()
+        end_lease = partial(self._session.release, self._lease)
+        if backend.when_unused(partial(_call_soon, asyncio.get_running_loop(), end_lease)):
+            end_lease()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    # Called when the last tensor goes, in whatever thread that is; the loop may be gone by then.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
 
 
 async def _receive_manifest(response: FetchStateResponse, fds: _Fds) -> StateManifest:

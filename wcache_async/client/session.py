@@ -73,8 +73,10 @@ class Answer:
 class Session:
     """A connection after the handshake's first half: `open` it, send requests, `close` it."""
 
-    def __init__(self, stream: FdStream, socket_path: str) -> None:
+    def __init__(self, stream: FdStream, socket_path: str, backends: tuple[str, ...] = ()) -> None:
         self.socket_path = socket_path
+        self.backends = backends
+        """The transports accepted unless a request says otherwise."""
         self.welcome: Welcome | None = None
         """Who the daemon is; None until its first answer."""
         loop = asyncio.get_running_loop()
@@ -100,7 +102,15 @@ class Session:
         except BaseException:
             stream.close()
             raise
-        return cls(stream, socket_path)
+        return cls(stream, socket_path, backends)
+
+    @property
+    def lost(self) -> DaemonLost | None:
+        """Why the daemon is gone; None while it is not, or where this side hung up."""
+        error = self._error
+        if error is None or isinstance(error, ClientClosed | DaemonLost):
+            return error if isinstance(error, DaemonLost) else None
+        return DaemonLost(socket=self.socket_path, reason=error.message)
 
     @property
     def daemon_pid(self) -> int:
