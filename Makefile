@@ -51,6 +51,9 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	$(PIP) install --progress-bar off --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	$(PIP) install --progress-bar off --constraint $(VENV)/constraints.txt --no-deps silero-vad
+	# A ruff that came with $(PYTHON) satisfied pip, but its program is elsewhere.
+	[[ -x $(BIN)/ruff ]] ||
+	    $(PIP) install --progress-bar off --constraint $(VENV)/constraints.txt --no-deps --ignore-installed ruff
 	echo "$$version" >$(STAMP)
 
 .PHONY: FORCE
@@ -60,7 +63,7 @@ FORCE:
 lint: $(STAMP) ## Check style, formatting and types
 	@$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 .PHONY: format
 format: $(STAMP) ## Apply the formatting, and what of the style can be mended by itself
