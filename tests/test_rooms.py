@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": {"errors", "manifest", "version"},
     "sockets": {"errors", "manifest", "protocol", "version"},
     "backends": {"errors", "manifest", "protocol", "sockets", "version"},
-    "sources": {"errors", "manifest", "version"},
+    "modules": {"errors", "manifest", "backends"},
+    "sources": {"errors", "manifest", "backends", "modules", "version"},
     "daemon": {"errors", "manifest", "protocol", "sockets", "backends", "sources", "version"},
-    "client": {"errors", "manifest", "protocol", "sockets", "backends", "version"},
+    "client": {"errors", "manifest", "protocol", "sockets", "backends", "modules", "version"},
 }
 BELOW = set(ALLOWED)
 ALLOWED["integrations"] = BELOW
@@ -44,7 +45,8 @@ ABSENT: dict[str, set[str]] = {
     "daemon.leases": PURE,
     "sockets": NO_TORCH | {"typer", "rich"},
     "backends": NO_TORCH | {"typer", "rich"},
-    "sources": NO_TORCH | {"typer", "rich", "asyncio"},
+    "modules": NO_TORCH | {"typer", "rich"},
+    "sources": NO_TORCH | {"typer", "rich"},
     "daemon": NO_TORCH | {"typer", "rich", "wcache_async.client"},
     "client": NO_TORCH | {"typer", "rich", "wcache_async.daemon", "wcache_async.sources"},
     "cli": NO_TORCH,

@@ -147,8 +147,9 @@ def module_with(**held: torch.Tensor) -> nn.Module:
 
 
 def cyclic() -> nn.Module:
-    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential())
-    module[1].append(module)
+    inner = nn.Sequential()
+    module = nn.Sequential(nn.Linear(1, 1), inner)
+    inner.append(module)
     return module
 
 

@@ -24,6 +24,7 @@ from wcache_async.protocol.messages import StateStatus, StatusResponse
 from wcache_async.sockets.address import SocketLock, check_path, default_socket_path, prepare_folder
 from wcache_async.sockets.listen import Listener, bind_listener
 from wcache_async.sources import open_source
+from wcache_async.sources.base import Source
 from wcache_async.version import __version__
 
 __all__ = ["Daemon"]
@@ -101,7 +102,7 @@ class Daemon:
 
     def begin_load(
         self,
-        source: str | os.PathLike[str],
+        source: Source | str | os.PathLike[str],
         *,
         name: str,
         rank: int = 0,
@@ -113,18 +114,22 @@ class Daemon:
         """Start loading a checkpoint; the state is LOADING at once.  Raises StateExists, BackendUnavailable."""
         if not name:
             raise InvalidRequest(field="name", reason="it is empty")
-        path = os.path.abspath(source)
+        if isinstance(source, Source):
+            path, opener = source.path, partial(_given, source)
+        else:
+            path = os.path.abspath(source)
+            opener = partial(open_source, path, kind=kind, dtype=dtype)
         return self._running()[1].begin_load(
             StateKey(name, rank),
             path=path,
-            open_source=partial(open_source, path, kind=kind, dtype=dtype),
+            open_source=opener,
             config=dict(config or {}),
             replace=replace,
         )
 
     async def load(
         self,
-        source: str | os.PathLike[str],
+        source: Source | str | os.PathLike[str],
         *,
         name: str,
         rank: int = 0,
@@ -136,7 +141,8 @@ class Daemon:
     ) -> StateStatus:
         """Load a checkpoint as a state and wait until it is READY.
 
-        `source` is its path; `kind` is a source's name or ``auto``, `dtype` a torch dtype to cast to.
+        `source` is its path, or a Source such as ModuleSource; `kind` is a source's name or
+        ``auto``, `dtype` a torch dtype to cast to.
         Raises StateExists, SourceError, InsufficientMemory, BackendUnavailable.
         """
         generation = self.begin_load(
@@ -207,3 +213,7 @@ class Daemon:
         if self._server is None or self._exporter is None:
             raise RuntimeError("the daemon is not running: use it inside `async with Daemon(...) as daemon:`")
         return self._server, self._exporter
+
+
+def _given(source: Source) -> Source:
+    return source

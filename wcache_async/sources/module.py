@@ -1,0 +1,89 @@
+"""A live nn.Module as a source: what a factory has built in this process, after whatever processing."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from wcache_async.errors import ModuleError, SourceError
+from wcache_async.manifest import Config, StateSpec
+from wcache_async.modules.export import describe_module
+from wcache_async.sources.base import Advance, Source
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from wcache_async.backends.storages import StorageRegion
+
+__all__ = ["ModuleSource"]
+
+_CHUNK_NBYTES = 16 << 20
+
+
+class ModuleSource(Source):
+    """Reads from the module that `factory` gives, called when the source is opened, in a thread.
+
+    `name` is what status shows for a path.  The module is let go storage by storage as it is
+    read, if the factory kept no reference to it, so that memory peaks at little over one state.
+    """
+
+    kind: ClassVar[str] = "module"
+
+    def __init__(self, factory: "Callable[[], nn.Module]", *, name: str = "", config: Config | None = None) -> None:
+        self.path = name or f"module {getattr(factory, '__qualname__', type(factory).__name__)}"
+        self._factory = factory
+        self._config = dict(config or {})
+        self._regions: list[StorageRegion | None] = []
+
+    def open(self) -> StateSpec:
+        """Build the module and take it to pieces.  Raises SourceError naming what cannot be kept."""
+        module = self._factory()
+        try:
+            spec, regions = describe_module(module, backend=self.kind, devices=("cpu", "cuda"))
+        except ModuleError as error:
+            raise SourceError(path=self.path, tensor=error.path, reason=error.reason) from error
+        self._regions = list(regions)
+        self._config = _describe(module, spec) | self._config
+        return spec
+
+    def config(self) -> Config:
+        return self._config
+
+    def read(self, storage: int, into: memoryview, advance: Advance) -> None:
+        region = self._regions[storage]
+        if region is None:
+            raise SourceError(path=self.path, reason=f"storage {storage} was read before, and let go")
+        if region.nbytes:
+            import torch
+
+            source = _bytes_of(region)
+            target = torch.frombuffer(into, dtype=torch.uint8)
+            for start in range(0, region.nbytes, _CHUNK_NBYTES):
+                end = min(start + _CHUNK_NBYTES, region.nbytes)
+                target[start:end].copy_(source[start:end])
+                advance(end - start)
+            del source, target
+        self._regions[storage] = None
+
+    def close(self) -> None:
+        self._regions.clear()
+
+
+def _describe(module: "nn.Module", spec: StateSpec) -> Config:
+    import torch
+
+    dtypes = {t.dtype for t in spec.tensors if getattr(torch, t.dtype).is_floating_point}
+    return {
+        "source": ModuleSource.kind,
+        "dtype": dtypes.pop() if len(dtypes) == 1 else "mixed",
+        "module": type(module).__qualname__,
+        "torch_version": str(torch.__version__),
+    }
+
+
+def _bytes_of(region: "StorageRegion") -> "torch.Tensor":
+    """The region as uint8, of shape ``(nbytes,)``, on the device it is on."""
+    import torch
+
+    storage = region.tensors[0].untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, region.address - storage.data_ptr(), (region.nbytes,))  # type: ignore[no-any-return,call-overload]
