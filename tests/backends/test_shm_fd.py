@@ -1,6 +1,7 @@
 """shm_fd: sealed arenas, checked before they are mapped, shared by all and changed by none."""
 
 import asyncio
+import ctypes
 import errno
 import fcntl
 import gc
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from tests.backends.procfs import arena_fds, arena_mappings
+from tests.conformance.cases import raw_bytes
 from tests.conformance.peers import served
 from tests.conformance.states import weights
 from tests.conformance.wire import ReceivedFds, blank_response, connect, fetch
@@ -617,11 +619,23 @@ async def test_a_forked_child_has_tensors_of_its_own(forge: Forge) -> None:
 KEPT: list[object] = []
 
 
+class LastReader:
+    """Reads a tensor's memory when the interpreter takes its modules apart: after every atexit handler."""
+
+    def __init__(self, peer: Peer, tensor: torch.Tensor) -> None:
+        self.peer = peer
+        self.address = tensor.data_ptr()
+
+    def __del__(self, read: Callable[[int, int], bytes] = ctypes.string_at) -> None:
+        self.peer.send(read(self.address, 4))
+
+
 def exit_with_tensors(peer: Peer, sock: object) -> None:
     async def main() -> None:
         stream = await connect(peer.sockets[0])
         backend, _ = await fetch(stream)
-        KEPT.extend([backend, backend.import_tensors(), stream])
+        tensors = backend.import_tensors()
+        KEPT.extend([backend, tensors, stream, LastReader(peer, tensors["weight"])])
 
     peer.finalize = True
     asyncio.run(main())
@@ -629,8 +643,9 @@ def exit_with_tensors(peer: Peer, sock: object) -> None:
     peer.send("attached")
 
 
-async def test_the_interpreter_ends_well_with_tensors_alive(forge: Forge) -> None:
+async def test_the_interpreter_ends_well_with_tensors_alive_and_in_use(forge: Forge) -> None:
     async with served("shm_fd", weights) as state:
         with forge.start(exit_with_tensors, state.dial()) as child:
             assert await asyncio.to_thread(child.receive) == "attached"
+            assert await asyncio.to_thread(child.receive) == raw_bytes(weights("cpu")["weight"][0])[:4]
             assert await asyncio.to_thread(lambda: child.exit_status) == 0
