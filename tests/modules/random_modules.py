@@ -10,7 +10,7 @@ from torch import nn
 from wcache_async.manifest import DTYPE_ITEMSIZE
 from wcache_async.modules.walk import Held, walk
 
-__all__ = ["build", "portrait"]
+__all__ = ["build", "portrait", "scramble"]
 
 _FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 _ALL = [getattr(torch, name) for name in DTYPE_ITEMSIZE]
@@ -95,6 +95,22 @@ def _tensor(rng: random.Random, dtype: torch.dtype) -> torch.Tensor:
     if odd == "expanded" and len(shape) == 1 and count:
         return flat[:1].expand(shape)
     return flat[:count].view(shape)
+
+
+def scramble(module: nn.Module) -> None:
+    """Undo what a bind must bring back: modes, scalars, requires_grad, ties and shared memory."""
+    for part in module.modules():
+        part.training = not part.training
+        if isinstance(part, Part):
+            part.gain, part.label = 7.0, "scrambled"
+    for held in walk(module).tensors.values():
+        own = torch.empty_like(held.tensor)
+        if isinstance(held.tensor, nn.Parameter):
+            held.owner._parameters[held.key] = nn.Parameter(own, requires_grad=not held.tensor.requires_grad)
+        elif held.key in held.owner._buffers:
+            held.owner._buffers[held.key] = own
+        else:
+            setattr(held.owner, held.key, own)
 
 
 def portrait(module: nn.Module) -> dict[str, str]:

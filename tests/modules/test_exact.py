@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.modules.random_modules import build, portrait
+from tests.modules.random_modules import build, portrait, scramble
 from tests.processes import Forge, Peer
 from wcache_async import Client, Daemon
 from wcache_async.sources.module import ModuleSource
@@ -25,9 +25,7 @@ def bind_and_portray(peer: Peer, path: str, seeds: list[int], device: str, backe
                         module = build(seed)
                 else:
                     module = build(seed)
-                    with torch.no_grad():
-                        for parameter in module.parameters():
-                            parameter.zero_()
+                scramble(module)
                 state = await client.fetch_state(f"m{seed}")
                 await state.bind(module)
                 peer.send(portrait(module))
