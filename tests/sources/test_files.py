@@ -140,6 +140,24 @@ def test_a_file_replaced_after_it_was_opened_is_read_as_it_was(tmp_path: Path, s
     assert same(torch.frombuffer(into, dtype=torch.float32), torch.full((1000,), 1.0))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_storages_are_numbered_in_the_order_of_the_file(
+    tmp_path: Path, load: "Load", monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = _save({str(n): torch.ones(100 + n) for n in range(20)}, tmp_path, kind)
+    offsets: list[int] = []
+    preadv = os.preadv
+
+    def note(fd: int, buffers: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", note)
+    load(path)
+    assert len(offsets) == 20
+    assert offsets == sorted(offsets)
+
+
 @pytest.mark.parametrize("dtype", ["", "float16"])
 def test_a_stopped_read_leaves_no_reference_to_the_memory(tmp_path: Path, dtype: str) -> None:
     path = _save({"a": torch.ones(10_000)}, tmp_path, "safetensors")

@@ -175,6 +175,21 @@ def test_a_file_moved_while_it_is_open_is_still_the_one_read(tmp_path: Path) -> 
     assert torch.equal(torch.frombuffer(into, dtype=torch.float32), torch.arange(600.0))
 
 
+def test_a_file_replaced_while_it_is_unpickled_is_still_the_one_read(
+    tmp_path: Path, load: "Load", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.full((5,), 1.0)}, tmp_path / "x.pt")
+    torch_load = torch.load
+
+    def replace_and_load(path: str, *, map_location: str, weights_only: bool, mmap: bool) -> object:
+        torch.save({"b": torch.full((9,), 2.0)}, tmp_path / "new")
+        (tmp_path / "new").replace(tmp_path / "x.pt")
+        return torch_load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+
+    monkeypatch.setattr(torch, "load", replace_and_load)
+    assert torch.equal(load(tmp_path / "x.pt").tensors["a"], torch.full((5,), 1.0))
+
+
 def test_regions_answer_for_whole_ranges_only() -> None:
     regions = Regions()
     regions.add(1000, 100, 5000)

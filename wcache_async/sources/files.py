@@ -55,9 +55,13 @@ class CheckpointFile:
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
             raise SourceError(path=path, reason=_reason(error)) from error
-        # Twice the read-ahead for one call; WILLNEED per chunk won nothing on top, and cost 3 % of a warm read.
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        status = os.fstat(self.fd)
+        try:
+            # Twice the read-ahead for one call; WILLNEED per chunk won nothing on top, and cost 3 % of a warm read.
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            status = os.fstat(self.fd)
+        except OSError as error:
+            self.close()
+            raise SourceError(path=path, reason=_reason(error)) from error
         self.nbytes = status.st_size
         self._stamp = (status.st_size, status.st_mtime_ns)
 
@@ -99,7 +103,10 @@ class CheckpointFile:
 
     def check_unchanged(self, tensor: str) -> None:
         """Raises SourceError if the file was written since it was opened: bytes of two versions would mix."""
-        status = os.fstat(self.fd)
+        try:
+            status = os.fstat(self.fd)
+        except OSError as error:
+            raise SourceError(path=self.path, tensor=tensor, reason=_reason(error)) from error
         if (status.st_size, status.st_mtime_ns) != self._stamp:
             raise SourceError(path=self.path, tensor=tensor, reason="the file was changed after it was opened")
 
@@ -201,4 +208,4 @@ def _read_cast(file: CheckpointFile, part: StorageRange, into: memoryview, advan
 
 
 def _reason(error: OSError | ValueError) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
