@@ -121,6 +121,24 @@ async def test_a_peer_that_reads_nothing_holds_up_neither_its_sender_nor_others(
     del raw
 
 
+async def test_two_sides_that_owe_each_other_more_than_may_wait_both_go_on(sockets: Sockets) -> None:
+    """Neither may stop reading because of what it has to send."""
+    one, other = (FdStream(sock, client(), max_queued_bytes=1000, max_queued_events=2) for sock in sockets)
+
+    async def take_all(stream: FdStream) -> list[int]:
+        return [received(await stream.receive()).request_id for _ in range(11)]
+
+    with contextlib.closing(one), contextlib.closing(other):
+        for stream in (one, other):
+            stream.send(0, Welcome(version=1))
+            for number in range(1, 10):
+                stream.send(number, response())
+            stream.send(10, response(bytes(4 << 20)))
+        async with asyncio.timeout(DEADLINE):
+            outcomes = await asyncio.gather(take_all(one), take_all(other))
+    assert outcomes == (list(range(11)), list(range(11)))
+
+
 async def test_a_duplicate_that_was_made_to_block_does_not_make_the_loop_block(with_raw: WithRaw) -> None:
     """O_NONBLOCK lives on the open file description, which any holder of a duplicate can change."""
     stream, raw = with_raw

@@ -1,8 +1,10 @@
 """What the ends of a connection under test send each other."""
 
 import array
+import asyncio
 import os
 import socket
+from collections.abc import Callable
 
 from wcache_async.protocol.connection import MAX_RESPONSE_NBYTES, Connection, Event, Received, Role
 from wcache_async.protocol.framing import Segment, encode_frame
@@ -57,3 +59,10 @@ def take_numbers(event: Event[OwnedFd]) -> list[int]:
 def received(event: Event[OwnedFd]) -> Received[OwnedFd]:
     assert isinstance(event, Received), event
     return event
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until it holds."""
+    async with asyncio.timeout(DEADLINE):
+        while not condition():  # noqa: ASYNC110 - of callbacks that have nothing to signal with
+            await asyncio.sleep(0)

@@ -1,6 +1,7 @@
 """How many file descriptors this process may hold, and room for more of them."""
 
 import contextlib
+import errno
 import os
 import resource
 from dataclasses import dataclass
@@ -47,5 +48,11 @@ def raise_fd_limit() -> int:
 
 def fd_room() -> FdRoom:
     """Room for fds once the limit is raised."""
-    # The listing's own descriptor counts, but is gone again.
-    return FdRoom(raise_fd_limit(), len(os.listdir("/proc/self/fd")) - 1)
+    limit = raise_fd_limit()
+    try:
+        # The listing's own descriptor counts, but is gone again.
+        return FdRoom(limit, len(os.listdir("/proc/self/fd")) - 1)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return FdRoom(limit, limit)

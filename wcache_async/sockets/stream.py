@@ -82,7 +82,7 @@ class FdStream:
 
     Made inside a running loop, which it registers with at once.  At most about `max_queued_bytes`
     bytes wait unsent, and reading pauses while more than `max_queued_events` events wait unread
-    or the peer takes nothing of what it is sent.  `peer` is known before a byte is read.
+    or the peer does not take the answers to what it must not send.  `peer` is known before a byte is read.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class FdStream:
         self._max_queued_events = max_queued_events
         self._events: deque[Event[OwnedFd]] = deque()
         self._outgoing = Outgoing()
+        self._answer_nbytes = 0  # of what reading queued, until all of it is written
+        self._answered_at = 0
         self._end: Callable[[], StreamError] | None = None
         self._send_failure: Callable[[], StreamError] | None = None
         self._closing = False
@@ -214,6 +216,8 @@ class FdStream:
         answers = connection.data_to_send()
         if answers and self._send_failure is None:
             self._outgoing.extend(answers)
+            self._answer_nbytes += sum(len(answer.data) for answer in answers)
+            self._answered_at = self._outgoing.accepted
             self._try_flush()
         self._wake_receiver()
         self._balance_reading()
@@ -236,14 +240,18 @@ class FdStream:
             self._receiver.set_result(None)
 
     def _balance_reading(self) -> None:
-        """Read while there is room for what comes; resume at half, so as not to flap."""
+        """Read while there is room for the events, and for the answers to what broke a rule.
+
+        What `send` queued has no part in it, or two peers that owe each other much would both
+        stop reading, and stay so.
+        """
         if self._end is not None or self._closing:
             return
-        events, nbytes = self._max_queued_events, self._max_queued_bytes
+        answers_fit = self._answer_nbytes <= self._max_queued_bytes
         if self._reading:
-            if len(self._events) > events or self._outgoing.pending > nbytes:
+            if len(self._events) > self._max_queued_events or not answers_fit:
                 self._stop_reading()
-        elif len(self._events) <= events // 2 and self._outgoing.pending <= nbytes // 2:
+        elif len(self._events) <= self._max_queued_events // 2 and answers_fit:  # half, so as not to flap
             self._reading = True
             self._loop.add_reader(self._fd, self._on_readable)
 
@@ -345,6 +353,8 @@ class FdStream:
                 self._fail_sending(partial(StreamBroken, reason=error.strerror or str(error)))
                 return
         self._watch_writable(bool(outgoing.pending) and self._retry is None)
+        if outgoing.written >= self._answered_at:
+            self._answer_nbytes = 0
         while self._drainers and self._drainers[0][0] <= outgoing.written:
             _, future = self._drainers.popleft()
             if not future.done():
@@ -365,6 +375,7 @@ class FdStream:
             self._retry.cancel()
             self._retry = None
         self._outgoing.drop()
+        self._answer_nbytes = 0
         while self._drainers:
             _, future = self._drainers.popleft()
             if not future.done():
