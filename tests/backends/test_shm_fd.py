@@ -27,7 +27,7 @@ from tests.conformance.peers import served
 from tests.conformance.states import weights
 from tests.conformance.wire import ReceivedFds, blank_response, connect, fetch
 from tests.processes import Forge, Peer
-from wcache_async.backends import shm_fd
+from wcache_async.backends import memory, shm_fd
 from wcache_async.backends.base import ImportOptions
 from wcache_async.backends.mapping import Access, map_pages
 from wcache_async.backends.memfd import SEALS, check_memfd, create_memfd, sealed_memfd
@@ -246,16 +246,33 @@ def test_more_memory_than_there_is_is_refused_before_any_is_taken(backend: ShmFd
 
 
 def test_two_loads_that_fit_only_one_at_a_time_are_told(backend: ShmFdTransportBackend) -> None:
-    half = InsufficientMemory(needed=0, available=0, limit="")
     with pytest.raises(InsufficientMemory) as caught:
         backend.begin_export(StateSpec(storages=(1 << 50,), tensors=()))
-    half = caught.value
-    most = StateSpec(storages=(half.available * 2 // 3,), tensors=())
+    most = StateSpec(storages=(caught.value.available * 2 // 3,), tensors=())
     first = backend.begin_export(most)
     with pytest.raises(InsufficientMemory):
         ShmFdTransportBackend().begin_export(most)
     first.abort()
     backend.begin_export(most).abort()
+
+
+@pytest.mark.parametrize("way", ["mapped", "copied"])
+def test_memory_already_taken_is_not_counted_twice(
+    backend: ShmFdTransportBackend, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: (30_000, "a tiny machine"))
+    other = ShmFdTransportBackend()
+    writer = backend.begin_export(SPEC)  # 17,088 bytes
+    with pytest.raises(InsufficientMemory):
+        other.begin_export(SPEC)
+    if way == "mapped":
+        with writer.storage(2):
+            pass
+    else:
+        source = ctypes.create_string_buffer(12_000)
+        writer.copy_from(2, ctypes.addressof(source))
+    other.begin_export(SPEC).abort()
+    writer.abort()
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT, errno.ENOSPC])
