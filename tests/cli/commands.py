@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import wcache_async.daemon.lifecycle  # noqa: F401
 from tests.processes import DEADLINE_S, Child, Forge, Peer
 from wcache_async.cli import main
 
-__all__ = ["Ran", "Serving", "Wcache"]
+__all__ = ["Ran", "Serving", "Wcache", "run_command"]
 
 
 def run_command(_: Peer, out: socket.socket, err: socket.socket, argv: list[str]) -> None:
@@ -37,6 +37,9 @@ def run_command(_: Peer, out: socket.socket, err: socket.socket, argv: list[str]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 1)
+
+
+Run = Callable[[Peer, socket.socket, socket.socket, list[str]], None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Wcache:
             return Ran(code, out, running.err)
 
     @contextmanager
-    def start(self, *argv: str | Path) -> Iterator[Serving]:
+    def start(self, *argv: str | Path, run: Run = run_command) -> Iterator[Serving]:
         """Run it against this test's socket, until it has ended or the context has."""
         words = [str(word) for word in (*argv, "--socket", self.socket_path)]
         with ExitStack() as stack:
@@ -111,7 +114,7 @@ class Wcache:
             for end in ends:
                 end.settimeout(DEADLINE_S)
             out, err = (stack.enter_context(end.makefile(errors="surrogateescape")) for end in ends[::2])
-            child = self._forge.start(run_command, ends[1], ends[3], words)
+            child = self._forge.start(run, ends[1], ends[3], words)
             stack.callback(child.close)
             yield Serving(child, self.socket_path, out, err)
 

@@ -1,14 +1,18 @@
 """wcache serve: one ready line, loads that fail, shutdowns that leave nothing, and what is refused."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Wcache
+from tests.cli.commands import Wcache, run_command
+from tests.processes import Peer
+from wcache_async import Daemon
 from wcache_async.cli.app import app
 
 WCACHE = Path(sys.executable).with_name("wcache")
@@ -38,6 +42,26 @@ def test_a_signal_ends_it_with_0_and_no_file_left(wcache: Wcache, checkpoint: Pa
     with wcache.serve(checkpoint) as serving:
         serving.signal(number)
         assert serving.ended() == (0, "")
+        assert list(serving.socket_path.parent.iterdir()) == []
+
+
+def serve_told_to_end_as_it_starts(peer: Peer, out: socket.socket, err: socket.socket, argv: list[str]) -> None:
+    """SIGTERM comes when lock and socket are there, and nothing handles it yet."""
+    start = Daemon.start
+
+    async def started(self: Daemon) -> None:
+        await start(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Daemon, "start", started)
+        run_command(peer, out, err, argv)
+
+
+def test_a_signal_that_comes_as_it_starts_ends_it_in_order(wcache: Wcache, checkpoint: Path) -> None:
+    with wcache.start("serve", checkpoint, run=serve_told_to_end_as_it_starts) as serving:
+        assert serving.ended() == (0, "")
+        assert "SIGTERM: shutting down" in serving.err
         assert list(serving.socket_path.parent.iterdir()) == []
 
 

@@ -69,9 +69,7 @@ def compare_with_source(
     unlike = {difference.tensor for difference in differences}
     pairs: dict[int, list[_Pair]] = {}
     for name, tensor in expected.items():
-        # A tied weight is one object under two names, and need not be read twice.
-        tied = name in spec.aliases and tensors.get(name) is tensors.get(spec.aliases[name])
-        if name not in unlike and not tied:
+        if name not in unlike:
             pairs.setdefault(tensor.storage, []).append(_Pair(name, tensor, tensors[name]))
 
     lock = threading.Lock()
