@@ -195,7 +195,8 @@ def specs(draw: st.DrawFn) -> StateSpec:
     names = [t.name for t in tensors]
     targets = st.sampled_from(names) if names else st.nothing()
     aliases = draw(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=4).map("a".__add__), targets))
-    return StateSpec(storages=tuple(storages), tensors=tuple(tensors), aliases=aliases)
+    module = draw(st.sampled_from([None, ModuleRecord(training=True, scalars={"scale": 0.5})]))
+    return StateSpec(storages=tuple(storages), tensors=tuple(tensors), aliases=aliases, module=module)
 
 
 @given(spec=specs(), max_arena=st.sampled_from([0, 512, 5000]))
@@ -243,6 +244,7 @@ def test_a_manifest_can_be_laid_out_anew(spec: StateSpec, max_arena: int, other_
         assert [getattr(entry, f) for f in kept] == [getattr(other, f) for f in kept]
         assert copied.dtype_of(other) == manifest.dtype_of(entry)
     assert copied.aliases == manifest.aliases
+    assert copied.module == manifest.module
     # Who shares a storage still does, at the same distance.
     for (one, new_one), (two, new_two) in combinations(zip(manifest.tensors, copied.tensors, strict=True), 2):
         assert (one.storage == two.storage) == (new_one.storage == new_two.storage)

@@ -111,7 +111,8 @@ class ModuleRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `training` is the mode of its root, `other_mode` names the submodules in the other one;
     `scalars` are the plain attributes its classes list for export, by full name;
-    `alias_kinds` holds the kind of each alias that differs from its target's.
+    `alias_kinds` holds the kind of each alias that differs from its target's.  `documents` are
+    texts by name that whoever builds the module again needs, such as its ``config.json``.
     """
 
     training: bool = False
@@ -119,6 +120,7 @@ class ModuleRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     scalars: Config = {}
     wrapped: dict[str, WrappedTensor] = {}
     alias_kinds: dict[str, Kind] = {}
+    documents: dict[str, str] = {}
 
 
 class TensorSpec(Struct, frozen=True, gc=False, kw_only=True):
@@ -302,6 +304,7 @@ def spec_of(manifest: StateManifest) -> tuple[StateSpec, list[tuple[int, int]]]:
         storages=tuple(end - start for _, start, end in storages.values()),
         tensors=tensors,
         aliases=dict(manifest.aliases),
+        module=manifest.module,
     )
     return spec, [(arena, start) for arena, start, _ in storages.values()]
 

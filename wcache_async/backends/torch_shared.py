@@ -6,6 +6,7 @@ it, and truncate it: torch seals nothing.
 """
 
 import ctypes
+import fcntl
 import os
 import stat
 import threading
@@ -133,12 +134,10 @@ def open_shared_arenas(fds: Sequence[OwnedFd], sizes: Sequence[int]) -> "list[to
         _check(fd, nbytes, f"arena {number}")
     arenas = []
     with torch.inference_mode(False):
-        for number, (fd, nbytes) in enumerate(zip(fds, sizes, strict=True)):
+        for fd, nbytes in zip(fds, sizes, strict=True):
             try:
                 storage = torch.UntypedStorage._new_shared_fd_cpu(fd.fileno(), nbytes)  # type: ignore[attr-defined]
             except RuntimeError as error:
-                if "Permission denied" in str(error):
-                    raise InvalidMemfd(what=f"arena {number}", reason="it is not open for writing") from error
                 raise _refusal(error, nbytes) from error
             # torch's duplicate would go to every program this process starts.
             os.set_inheritable(storage._get_shared_fd(), False)
@@ -151,6 +150,9 @@ def _check(fd: OwnedFd, nbytes: int, what: str) -> None:
     info = os.fstat(fd.fileno())
     if not stat.S_ISREG(info.st_mode):
         raise InvalidMemfd(what=what, reason="it is no shared memory")
+    # torch would fail to map it, and never close the duplicate it made.
+    if fcntl.fcntl(fd.fileno(), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise InvalidMemfd(what=what, reason="it is not open for reading and writing")
     # torch maps what is missing by enlarging the file, for everyone; and a smaller mapping than the
     # manifest's is a crash at the first touch.
     if info.st_size != nbytes:
