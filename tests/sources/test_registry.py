@@ -20,9 +20,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_an_unknown_kind_lists_the_known_ones(checkpoint: Path) -> None:
-    with pytest.raises(SourceError, match=r"'gguf'.*auto, safetensors, torch"):
+    with pytest.raises(SourceError, match=f"'gguf'.*{', '.join(known_kinds())}"):
         open_source(str(checkpoint), kind="gguf")
-    assert known_kinds() == ("auto", "safetensors", "torch")
+    assert {"auto", "safetensors", "torch"} <= set(known_kinds())
 
 
 @pytest.mark.parametrize(
