@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from wcache_async.backends.base import SHM_FD_BACKEND, TORCH_IPC_BACKEND, WeightCacheTransportBackend
+from tests.emulated_gpu.emulator import emulated, stand_in
+from wcache_async.backends.base import SHM_FD_BACKEND, TORCH_IPC_BACKEND, VMM_FD_BACKEND, WeightCacheTransportBackend
 from wcache_async.backends.registry import get_transport_backend_class
 from wcache_async.manifest import DTYPE_ITEMSIZE
 
@@ -27,7 +28,13 @@ class BackendCase:
         return get_transport_backend_class(self.name)()
 
 
-CASES = (BackendCase(SHM_FD_BACKEND, "cpu"), BackendCase(TORCH_IPC_BACKEND, "cpu"))
+CASES: tuple[BackendCase, ...] = (
+    BackendCase(SHM_FD_BACKEND, "cpu"),
+    BackendCase(TORCH_IPC_BACKEND, "cpu"),
+)
+if emulated():
+    stand_in()
+    CASES = (BackendCase(VMM_FD_BACKEND, "cpu"),)
 by_name: Mapping[str, BackendCase] = {case.name: case for case in CASES}
 
 

@@ -5,26 +5,22 @@ their driver calls to it too: they run in whatever thread drops the last tensor,
 among them, and unmapping has to wait for the GPU.
 """
 
-import asyncio
-import logging
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final
 
 from wcache_async.backends import cuda_driver
 from wcache_async.backends.base import VMM_FD_BACKEND
 from wcache_async.backends.cuda_driver import Attribute
+from wcache_async.backends.worker import Worker
 from wcache_async.errors import BackendUnavailable, CudaDriverError
 
-__all__ = ["Device", "device_by_name", "device_by_uuid"]
+__all__ = ["FINDER", "Device", "device_by_name", "device_by_uuid"]
 
-T = TypeVar("T")
-
-logger = logging.getLogger("wcache_async.backends")
+FINDER: Final = Worker("wcache-cuda")
+"""Where to look for devices off an event loop: the first look initialises CUDA and makes a context."""
 
 
 class Device:
@@ -36,9 +32,8 @@ class Device:
         self.granularity = cuda_driver.granularity(ordinal)
         """What arenas' sizes are multiples of, in bytes."""
         self._context = cuda_driver.retain_primary_context(ordinal)
-        # SimpleQueue's put may interrupt itself, which a finaliser's can do (its documentation).
-        self._jobs: queue.SimpleQueue[tuple[Future[None] | None, Callable[[], None]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=f"wcache-cuda-{ordinal}", daemon=True).start()
+        self.thread = Worker(f"wcache-cuda-{ordinal}", self.context)
+        """Does its jobs with the device's context current."""
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -58,52 +53,6 @@ class Device:
         """Wait for all work on the device that this process has queued."""
         with self.context():
             cuda_driver.synchronize()
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Do `work` in the device's thread, its context current.
-
-        A cancelled caller does not stop what has begun: what `work` returns is then dropped, and
-        so must free itself.
-        """
-        results: list[T] = []
-        future = self._submit(lambda: results.append(work()))
-        try:
-            await asyncio.wrap_future(future)
-        except BaseException:
-            # The traceback keeps this frame, and would keep what is still to come.
-            future.add_done_callback(lambda _: results.clear())
-            raise
-        return results.pop()
-
-    def run_blocking(self, work: Callable[[], None]) -> None:
-        """Do `work` in the device's thread, and wait for it; not from that thread itself."""
-        self._submit(work).result()
-
-    def post(self, work: Callable[[], None]) -> None:
-        """Have `work` done some time later.  For finalisers: never blocks, and may interrupt itself."""
-        self._jobs.put((None, work))
-
-    def _submit(self, work: Callable[[], None]) -> "Future[None]":
-        future: Future[None] = Future()
-        self._jobs.put((future, work))
-        return future
-
-    def _work(self) -> None:
-        while True:
-            future, work = self._jobs.get()
-            if future is None or future.set_running_or_notify_cancel():
-                try:
-                    with self.context():
-                        work()
-                except BaseException as error:  # The waiter's to handle, KeyboardInterrupt included.
-                    if future is None:
-                        logger.error("freeing memory of %s failed: %s", self.uuid, error)
-                    else:
-                        future.set_exception(error)
-                else:
-                    if future is not None:
-                        future.set_result(None)
-            del future, work  # What they hold must not live until the next job comes.
 
 
 def device_by_name(name: str) -> Device:

@@ -8,6 +8,7 @@ handle once it has mapped, and outlives the exporter.
 import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from wcache_async.backends import cuda_driver
@@ -19,7 +20,7 @@ from wcache_async.sockets.fds import OwnedFd
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Allocation", "Mapping", "insufficient_memory", "map_arena"]
+__all__ = ["ALIGNMENT", "Allocation", "Mapping", "insufficient_memory", "map_arena", "memory_of"]
 
 logger = logging.getLogger("wcache_async.backends")
 
@@ -68,7 +69,7 @@ class Allocation:
 
     def __del__(self) -> None:
         if self._handle:
-            self.device.post(functools.partial(cuda_driver.release_allocation, self._handle))
+            self.device.thread.post(functools.partial(cuda_driver.release_allocation, self._handle))
 
 
 class Mapping:
@@ -126,7 +127,7 @@ class Mapping:
 
     def __del__(self) -> None:
         if self.address:
-            self.device.post(functools.partial(_give_back, self.address, self.nbytes, self._mapped))
+            self.device.thread.post(functools.partial(_give_back, self.address, self.nbytes, self._mapped))
 
 
 def _give_back(address: int, nbytes: int, mapped: bool) -> None:
@@ -153,6 +154,17 @@ def map_arena(fd: OwnedFd, mapping: Mapping) -> None:
         mapping.map(allocation.handle, writable=False)
     finally:
         allocation.release()
+
+
+@contextlib.contextmanager
+def memory_of(device: Device, needed: int) -> Iterator[None]:
+    """Turns the driver's want of memory into InsufficientMemory for `needed` bytes."""
+    try:
+        yield
+    except CudaDriverError as error:
+        if error.result != cuda_driver.OUT_OF_MEMORY:
+            raise
+        raise insufficient_memory(device, needed) from error
 
 
 def insufficient_memory(device: Device, needed: int) -> InsufficientMemory:

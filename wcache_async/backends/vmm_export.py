@@ -14,7 +14,7 @@ from wcache_async.backends.cuda_device import Device
 from wcache_async.backends.device_memory import torch_device
 from wcache_async.backends.mapping import Access, map_pages
 from wcache_async.backends.views import ArenaViews
-from wcache_async.backends.vmm_arena import ALIGNMENT, Allocation, Mapping, insufficient_memory
+from wcache_async.backends.vmm_arena import ALIGNMENT, Allocation, Mapping, insufficient_memory, memory_of
 from wcache_async.errors import CudaDriverError
 from wcache_async.manifest import Kind, StateManifest, StateSpec, build_manifest, plan_layout
 
@@ -72,18 +72,13 @@ class ArenaWriter(StateWriter):
     def open(self, number: int) -> None:
         """Take the memory of one arena.  Blocks.  Raises InsufficientMemory, CudaDriverError."""
         nbytes = self._layout.arena_nbytes[number]
-        try:
-            with ExitStack() as undo:
-                allocation = Allocation.create(self._device, nbytes)
-                undo.callback(allocation.release)
-                mapping = Mapping(self._device, nbytes)
-                undo.callback(mapping.close)
-                mapping.map(allocation.handle, writable=True)
-                undo.pop_all()
-        except CudaDriverError as error:
-            if error.result != cuda_driver.OUT_OF_MEMORY:
-                raise
-            raise insufficient_memory(self._device, nbytes) from error
+        with memory_of(self._device, nbytes), ExitStack() as undo:
+            allocation = Allocation.create(self._device, nbytes)
+            undo.callback(allocation.release)
+            mapping = Mapping(self._device, nbytes)
+            undo.callback(mapping.close)
+            mapping.map(allocation.handle, writable=True)
+            undo.pop_all()
         self._arenas[number] = (allocation, mapping)
 
     @contextmanager

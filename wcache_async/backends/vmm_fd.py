@@ -25,7 +25,7 @@ from wcache_async.backends.base import (
     StateTensors,
     WeightCacheTransportBackend,
 )
-from wcache_async.backends.cuda_device import Device, device_by_name
+from wcache_async.backends.cuda_device import FINDER, Device, device_by_name
 from wcache_async.backends.device_memory import empty_torch_cache
 from wcache_async.backends.storages import describe_tensors, refusal
 from wcache_async.backends.views import ArenaViews
@@ -120,7 +120,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         allocations, self._allocations = self._allocations, ()
         if allocations and self._device is not None:
             # In the device's thread: an export that runs there is finished by then.
-            self._device.run_blocking(functools.partial(_release, allocations))
+            self._device.thread.run_blocking(functools.partial(_release, allocations))
 
     # ----------------------------------------------------------------------------- daemon
     @classmethod
@@ -180,7 +180,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
             )
             device, allocations = self._device, self._allocations
             exported = (
-                await device.run(functools.partial(_export, allocations))
+                await device.thread.run(functools.partial(_export, allocations))
                 if device is not None and allocations
                 else None
             )
@@ -252,23 +252,24 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         fds = self._take_fds(stream, response, manifest)
         # What runs in a thread owns its fds and mappings, so that whatever a cancellation leaves
         # behind is freed by being dropped.
-        job = asyncio.get_running_loop().run_in_executor(
-            None, _prepare_import, fds, manifest, self.options.buffers == "shared", self.torch_device_type
+        job = functools.partial(
+            _prepare_import, fds, manifest, self.options.buffers == "shared", self.torch_device_type
         )
         del fds
-        arenas = await job
+        arenas = await FINDER.run(job)
+        del job
         deadline = time.monotonic() + self.patience_s
         try:
             while True:
                 try:
-                    views = await arenas.device.run(arenas.open)
+                    views = await arenas.device.thread.run(arenas.open)
                     break
                 except InsufficientMemory:
                     if time.monotonic() >= deadline:
                         raise
                 await asyncio.sleep(RETRY_INTERVAL_S)
         except BaseException:
-            arenas.device.post(arenas.undo)
+            arenas.device.thread.post(arenas.undo)
             raise
         self._arenas, self._views = arenas, views
         self._resident_bytes = arenas.nbytes
@@ -289,7 +290,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         copies are not unmapped.  Blocks.  Raises StateReleased, CudaDriverError.
         """
         arenas, _ = self._opened()
-        arenas.device.run_blocking(arenas.unmap)
+        arenas.device.thread.run_blocking(arenas.unmap)
 
     def take_arena_fds(self, stream: ResponseReceiver, response: FetchStateResponse) -> list[OwnedFd]:
         """The fds for `remap` from a further response for the same generation.
@@ -307,7 +308,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         """
         try:
             arenas, _ = self._opened()
-            self._retry(lambda: arenas.device.run_blocking(functools.partial(arenas.remap, fds)))
+            self._retry(lambda: arenas.device.thread.run_blocking(functools.partial(arenas.remap, fds)))
         finally:
             for fd in fds:
                 fd.close()

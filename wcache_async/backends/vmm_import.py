@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from wcache_async.backends.base import VMM_FD_BACKEND
 from wcache_async.backends.cuda_device import Device, device_by_uuid
 from wcache_async.backends.device_memory import torch_device
 from wcache_async.backends.views import ArenaViews
-from wcache_async.backends.vmm_arena import ALIGNMENT, Mapping, insufficient_memory, map_arena
+from wcache_async.backends.vmm_arena import ALIGNMENT, Mapping, insufficient_memory, map_arena, memory_of
 from wcache_async.errors import BackendUnavailable, CudaDriverError, InsufficientMemory, InvalidManifest
 from wcache_async.manifest import (
     DTYPE_ITEMSIZE,
@@ -70,10 +71,7 @@ class ArenaImport:
         """
         try:
             while self._fds:
-                mapping = Mapping(self.device, self.manifest.arenas[len(self._mappings)].nbytes)
-                self._map(mapping, self._fds[0])
-                self._mappings.append(mapping)
-                self._fds.popleft().close()
+                self._open_next()
             return self._views()
         except InsufficientMemory:
             raise
@@ -106,18 +104,21 @@ class ArenaImport:
         try:
             for mapping, fd in zip(self._mappings, fds, strict=True):
                 if not mapping.mapped:
-                    self._map(mapping, fd)
+                    with memory_of(self.device, mapping.nbytes):
+                        map_arena(fd, mapping)
         except BaseException:
             self.unmap()
             raise
 
-    def _map(self, mapping: Mapping, fd: OwnedFd) -> None:
-        try:
-            map_arena(fd, mapping)
-        except CudaDriverError as error:
-            if error.result != cuda_driver.OUT_OF_MEMORY:
-                raise
-            raise insufficient_memory(self.device, mapping.nbytes) from error
+    def _open_next(self) -> None:
+        nbytes = self.manifest.arenas[len(self._mappings)].nbytes
+        with memory_of(self.device, nbytes), ExitStack() as undo:
+            mapping = Mapping(self.device, nbytes)
+            undo.callback(mapping.close)
+            map_arena(self._fds[0], mapping)
+            undo.pop_all()
+        self._mappings.append(mapping)
+        self._fds.popleft().close()
 
     def _views(self) -> ArenaViews:
         arenas = [mapping.tensor(self._torch_device) for mapping in self._mappings]

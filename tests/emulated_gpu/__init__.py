@@ -1,0 +1,1 @@
+"""vmm_fd against an emulated CUDA driver, where there is no GPU: see `emulator`."""
