@@ -77,6 +77,7 @@ FULL: list[Message] = [
         dtype="bfloat16",
         backend="shm_fd",
         config={"revision": "abc"},
+        options={"revision": "abc"},
         replace=True,
         wait=False,
         progress=True,
@@ -395,11 +396,12 @@ def test_a_damaged_message_is_refused_or_decoded(message: Message, at: int, byte
         assert isinstance(error, MalformedMessage | UnknownMessage)  # noqa: PT017
 
 
-_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
+_scalars = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary()
 )
+_keys = st.text(max_size=5)
+_lists = st.lists(_scalars, max_size=3)
+_values = _scalars | _lists | st.dictionaries(_keys, _scalars | _lists, max_size=3) | st.lists(_lists, max_size=2)
 
 
 @given(

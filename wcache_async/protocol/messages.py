@@ -114,6 +114,8 @@ class Load(_Message, frozen=True, kw_only=True, tag="load"):
     dtype: str = ""
     backend: str = "auto"
     config: Config = {}
+    options: Config = {}
+    """The source's own, e.g. a revision for ``transformers``."""
     replace: bool = False
     wait: bool = True
     progress: bool = False
