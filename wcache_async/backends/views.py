@@ -84,7 +84,8 @@ class ArenaViews:
         arena = self._arenas[entry.arena]
         itemsize = self._itemsizes[entry.dtype]
         dtype: torch.dtype = getattr(torch, self.manifest.dtypes[entry.dtype])
-        base = arena[: arena.numel() // itemsize * itemsize].view(dtype)
+        odd = arena.numel() % itemsize
+        base = (arena[:-odd] if odd else arena).view(dtype)
         make: MakeView = base.as_strided if _skips_autograd() else functools.partial(_untracked_view, base)
         self._makers[entry.arena][entry.dtype] = make
         return make
@@ -121,7 +122,7 @@ def _skips_autograd() -> bool:
     try:
         # Nothing the caller's thread is set to may decide this once and for all.
         with torch.inference_mode(False):
-            base = torch.empty(2, dtype=torch.float32, device="cpu")
+            base = torch.frombuffer(bytearray(8), dtype=torch.float32)
             with torch._C._ExcludeDispatchKeyGuard(_autograd_keys()):
                 view = base.as_strided((1,), (1,), 1)
             before = view._version
