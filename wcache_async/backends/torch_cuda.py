@@ -195,9 +195,9 @@ _NAMESPACES: Final = "; CUDA IPC needs daemon and client in the same IPC and PID
 
 @contextlib.contextmanager
 def _told(what: str, remedy: str = "") -> Iterator[None]:
-    """CUDA's failures, RuntimeErrors in torch, as BackendUnavailable."""
+    """CUDA's failures as BackendUnavailable: RuntimeErrors in torch, AssertionErrors where it has no CUDA."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         text = str(error).partition("\n")[0]  # What follows is torch's advice on asynchronous kernel errors.
         raise BackendUnavailable(name=TORCH_IPC_BACKEND, reason=f"{what} failed: {text}{remedy}") from error
