@@ -62,19 +62,17 @@ def room_for_fds() -> Callable[[int], AbstractContextManager[None]]:
     @contextlib.contextmanager
     def limited(count: int) -> Iterator[None]:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # The limit is on an fd's number, so one past the highest that may still be given out.
-        free: list[int] = []
-        number = 0
-        while len(free) <= count:
-            try:
-                os.fstat(number)
-            except OSError:
-                free.append(number)
-            number += 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], limits[1]))
+        # The limit is on an fd's number: fill the gaps, so that whichever is closed can be had again.
+        fillers = [os.eventfd(0)]
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        while fillers[-1] < highest:
+            fillers.append(os.eventfd(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + count, limits[1]))
         try:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for filler in fillers:
+                os.close(filler)
 
     return limited

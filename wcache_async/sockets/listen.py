@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import stat
+import zlib
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final
@@ -49,17 +50,20 @@ def bind_listener(path: str, lock: SocketLock, *, backlog: int = 1024, mode: int
     try:
         # Before bind, which gives the file this mode less the umask: no moment with a wider one.
         os.fchmod(sock.fileno(), mode)
-        temporary = f"{path}.new"  # Nobody else's, as only the lock's holder makes one.
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+        # Nobody else's, as only the lock's holder makes one, and so cleared away by the next holder.
+        temporary = f"{path}.new"
+        if len(os.fsencode(temporary)) > MAX_PATH_NBYTES:
+            temporary = os.path.join(os.path.dirname(path), f".{zlib.crc32(os.fsencode(path)):08x}.new")
         try:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
             _bind(sock, temporary)
             sock.listen(backlog)
             os.rename(temporary, path)
         except OSError as error:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.unlink(temporary)
-            raise AddressError(path=path, reason=f"it cannot be bound: {error.strerror}") from error
+            raise AddressError(path=path, reason=f"it cannot be bound: {error.strerror or error}") from error
         lock.adopt_socket()
     except BaseException:
         sock.close()
