@@ -10,6 +10,7 @@ from wcache_async.cli.options import (
     ConfigItems,
     DtypeName,
     ModelPath,
+    OptionItems,
     Rank,
     SocketPath,
     SourceKind,
@@ -44,6 +45,7 @@ def load(
     socket_path: SocketPath = None,
     source: SourceKind = "auto",
     dtype: DtypeName = "",
+    option: OptionItems = None,
     config: ConfigItems = None,
     backend: BackendName = "auto",
     replace: Annotated[
@@ -66,6 +68,7 @@ def load(
 
     name = name or model_name(model)
     values = parse_items(config, "--config")
+    options = parse_items(option, "--option")
 
     async def ask() -> "StateStatus":
         async with Client(socket_path, backends=(), name="wcache load") as client:
@@ -77,6 +80,7 @@ def load(
                     source=source,
                     dtype=dtype,
                     backend=backend,
+                    options=options,
                     config=values,
                     replace=replace,
                     wait=wait,

@@ -13,6 +13,7 @@ __all__ = [
     "ConfigItems",
     "DtypeName",
     "ModelPath",
+    "OptionItems",
     "Rank",
     "SocketPath",
     "SourceKind",
@@ -74,7 +75,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, f
 SourceKind = Annotated[
     str,
     typer.Option(
-        "--source", metavar="KIND", callback=_known_kind, help="What MODEL is: auto (look), safetensors or torch."
+        "--source",
+        metavar="KIND",
+        callback=_known_kind,
+        help="What MODEL is: auto (look), safetensors, torch, "
+        "or transformers (loaded with from_pretrained, and cached as it then is).",
     ),
 ]
 DtypeName = Annotated[
@@ -104,6 +109,18 @@ ConfigItems = Annotated[
         show_default=False,
         help="What the state was built with, for clients to compare (repeatable). "
         "VALUE is a number, true, false or null where it reads as one, else text.",
+    ),
+]
+
+
+OptionItems = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="One of the source's own options (repeatable). For transformers: revision, attn_implementation, "
+        "quantization (a quantization config as JSON), class_name.",
     ),
 ]
 

@@ -13,6 +13,7 @@ from wcache_async.cli.options import (
     BackendName,
     ConfigItems,
     DtypeName,
+    OptionItems,
     Rank,
     SocketPath,
     SourceKind,
@@ -50,6 +51,7 @@ def serve(
     socket_path: SocketPath = None,
     source: SourceKind = "auto",
     dtype: DtypeName = "",
+    option: OptionItems = None,
     config: ConfigItems = None,
     backend: BackendName = "auto",
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Where states are kept.")] = "cpu",
@@ -84,6 +86,7 @@ def serve(
 
     named = _named(models or (), name)
     values = parse_items(config, "--config")
+    options = parse_items(option, "--option")
     log_to_standard_error(log_level)
     _raise_fd_limit()
     daemon = Daemon(
@@ -96,7 +99,7 @@ def serve(
 
     def begin_loads() -> "list[Generation]":
         return [
-            daemon.begin_load(path, name=state, rank=rank, kind=source, dtype=dtype, config=values)
+            daemon.begin_load(path, name=state, rank=rank, kind=source, dtype=dtype, options=options, config=values)
             for state, path in named.items()
         ]
 

@@ -9,9 +9,9 @@ kinds, persistence, ties, training modes and listed scalars come back as they we
 that came from a checkpoint knows names and tensors alone; the module decides the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.errors import BindError, Scalar
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Plan", "Slot", "bind", "describe", "plan"]
+__all__ = ["Plan", "Slot", "bind", "build_on_meta", "describe", "plan"]
+
+ModuleT = TypeVar("ModuleT", bound="nn.Module")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,20 @@ def bind(
     _apply(planned, walked, _Maker(tensors, manifest.module or ModuleRecord()))
     # Whatever the tensors need stays as long as the model does, whoever drops the state.
     module._weight_cache_transport_backend = backend  # type: ignore[assignment]
+
+
+def build_on_meta(factory: "Callable[[], ModuleT]", dtype: "torch.dtype | None") -> "ModuleT":
+    """What `factory` builds, without memory for its tensors, under torch's default `dtype` (None: as it is)."""
+    import torch
+
+    before = torch.get_default_dtype()
+    if dtype is not None:
+        torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return factory()
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass(slots=True)

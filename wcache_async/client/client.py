@@ -137,6 +137,7 @@ class Client:
         source: str = "auto",
         dtype: str = "",
         backend: str = "auto",
+        options: Mapping[str, Scalar] | None = None,
         config: Mapping[str, Scalar] | None = None,
         replace: bool = False,
         wait: bool = True,
@@ -147,12 +148,13 @@ class Client:
         Raises StateExists, SourceError, InsufficientMemory, BackendUnavailable.
         """
         request = Load(
-            path=os.path.abspath(path),  # noqa: ASYNC240 - arithmetic on strings, no file is touched
+            path=_from_any_folder(os.fspath(path), source),
             name=name,
             rank=rank,
             source=source,
             dtype=dtype,
             backend=backend,
+            options=dict(options or {}),
             config=dict(config or {}),
             replace=replace,
             wait=wait,
@@ -187,3 +189,8 @@ def _make_room(accepted: Sequence[str]) -> None:
     # Now: fds for which there is no room are lost in the very call that receives them.
     if TORCH_IPC_BACKEND in accepted:
         raise_fd_limit()
+
+
+def _from_any_folder(path: str, source: str) -> str:
+    """`path` for a daemon with another working folder; a hub's name, which is no folder here, stays."""
+    return path if source == "transformers" and not os.path.exists(path) else os.path.abspath(path)

@@ -4,12 +4,17 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from wcache_async.backends.base import ImportOptions, WeightCacheTransportBackend
 from wcache_async.backends.collector import collector_held
 from wcache_async.backends.memfd import read_memfd
-from wcache_async.backends.registry import get_client_transport_backend, import_built_in, usable_backends
+from wcache_async.backends.registry import (
+    get_client_transport_backend,
+    import_built_in,
+    usable_backends,
+    usable_backends_waits,
+)
 from wcache_async.client.session import Answer, Session
 from wcache_async.errors import (
     BackendNotAccepted,
@@ -30,7 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FetchedState", "accepted_backends"]
 
+ModuleT = TypeVar("ModuleT", bound="nn.Module")
+
 import_built_in()
+
+_AT_ONCE: Final = 512
+"""Tensors imported on the loop's thread, by a backend that only computes: half a millisecond, where a thread's
+start and two switches take that too in a process's first attach."""
 
 _accepted: tuple[str, ...] = ()
 
@@ -39,7 +50,7 @@ async def accepted_backends() -> tuple[str, ...]:
     """The transports that work in this process, found out once: that asks the CUDA driver."""
     global _accepted
     if not _accepted:
-        _accepted = await asyncio.to_thread(usable_backends)
+        _accepted = await asyncio.to_thread(usable_backends) if usable_backends_waits() else usable_backends()
     return _accepted
 
 
@@ -152,7 +163,10 @@ class FetchedState:
 
     async def import_tensors(self) -> "dict[str, torch.Tensor]":
         """Every tensor by name, aliases included, as views of the shared arenas; nothing is copied."""
-        return await asyncio.to_thread(self.backend.import_tensors)
+        backend = self.backend
+        if not backend.import_waits and len(self.manifest.tensors) <= _AT_ONCE:
+            return backend.import_tensors()
+        return await asyncio.to_thread(backend.import_tensors)
 
     async def import_tensor(self, name: str) -> "torch.Tensor":
         """One tensor by its name or alias.  Raises KeyError."""
@@ -176,6 +190,18 @@ class FetchedState:
         # On the loop's thread: a module is its user's, and must not change under them from another.
         bind(module, tensors, self.manifest, self.backend, strict=strict)
 
+    async def create_module(self, factory: "Callable[[], ModuleT]", *, dtype: "torch.dtype | None" = None) -> "ModuleT":
+        """Build a module on meta with `factory`, and bind it: no weight is allocated or computed.
+
+        `dtype` is torch's default dtype while it is built (None: the state's own, where it has
+        one).  Raises BindError where the factory builds something else.
+        """
+        from wcache_async.client.bind import build_on_meta
+
+        module = build_on_meta(factory, dtype or _default_dtype(self.config))
+        await self.bind(module)
+        return module
+
     async def release(self) -> None:
         """Give up the lease; tensors already imported stay valid.  Further calls do nothing."""
         backend, self._backend = self._backend, None
@@ -191,6 +217,13 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
     # Called when the last tensor goes, in whatever thread that is; the loop may be gone by then.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
+
+
+def _default_dtype(config: Config) -> "torch.dtype | None":
+    import torch
+
+    named = getattr(torch, str(config.get("dtype", "")), None)
+    return named if isinstance(named, torch.dtype) and named.is_floating_point else None
 
 
 async def _receive_manifest(response: FetchStateResponse, fds: _Fds) -> StateManifest:

@@ -23,7 +23,7 @@ from wcache_async.errors import InvalidRequest, Scalar
 from wcache_async.protocol.messages import StateStatus, StatusResponse
 from wcache_async.sockets.address import SocketLock, check_path, default_socket_path, prepare_folder
 from wcache_async.sockets.listen import Listener, bind_listener
-from wcache_async.sources import open_source
+from wcache_async.sources import absolute_path, open_source
 from wcache_async.sources.base import Source
 from wcache_async.version import __version__
 
@@ -108,6 +108,7 @@ class Daemon:
         rank: int = 0,
         kind: str = "auto",
         dtype: str = "",
+        options: Mapping[str, Scalar] | None = None,
         config: Mapping[str, Scalar] | None = None,
         replace: bool = False,
     ) -> Generation:
@@ -117,8 +118,8 @@ class Daemon:
         if isinstance(source, Source):
             path, opener = source.path, partial(_given, source)
         else:
-            path = os.path.abspath(source)
-            opener = partial(open_source, path, kind=kind, dtype=dtype)
+            path = absolute_path(os.fspath(source), kind)
+            opener = partial(open_source, path, kind=kind, dtype=dtype, options=options)
         return self._running()[1].begin_load(
             StateKey(name, rank),
             path=path,
@@ -135,6 +136,7 @@ class Daemon:
         rank: int = 0,
         kind: str = "auto",
         dtype: str = "",
+        options: Mapping[str, Scalar] | None = None,
         config: Mapping[str, Scalar] | None = None,
         replace: bool = False,
         progress: Progress | None = None,
@@ -142,11 +144,11 @@ class Daemon:
         """Load a checkpoint as a state and wait until it is READY.
 
         `source` is its path, or a Source such as ModuleSource; `kind` is a source's name or
-        ``auto``, `dtype` a torch dtype to cast to.
+        ``auto``, `dtype` a torch dtype to cast to, `options` the source's own.
         Raises StateExists, SourceError, InsufficientMemory, BackendUnavailable.
         """
         generation = self.begin_load(
-            source, name=name, rank=rank, kind=kind, dtype=dtype, config=config, replace=replace
+            source, name=name, rank=rank, kind=kind, dtype=dtype, options=options, config=config, replace=replace
         )
         return await self.loaded(generation, progress)
 

@@ -353,7 +353,7 @@ class Session:
             raise
 
     async def _load(self, request_id: int, request: Load) -> None:
-        if not os.path.isabs(request.path):
+        if not os.path.isabs(request.path) and request.source != "transformers":
             raise InvalidRequest(
                 field="path", reason=f"{request.path!r} is not absolute; the daemon has its own folder"
             )
@@ -364,7 +364,9 @@ class Session:
         generation = self.exporter.begin_load(
             StateKey(request.name, request.rank),
             path=request.path,
-            open_source=partial(open_source, request.path, kind=request.source, dtype=request.dtype),
+            open_source=partial(
+                open_source, request.path, kind=request.source, dtype=request.dtype, options=request.options
+            ),
             config=request.config,
             backend=request.backend,
             replace=request.replace,

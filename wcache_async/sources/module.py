@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+
 from wcache_async.errors import ModuleError, SourceError
 from wcache_async.manifest import Config, StateSpec
 from wcache_async.modules.export import describe_module
@@ -22,16 +24,25 @@ _CHUNK_NBYTES = 16 << 20
 class ModuleSource(Source):
     """Reads from the module that `factory` gives, called when the source is opened, in a thread.
 
-    `name` is what status shows for a path.  The module is let go storage by storage as it is
+    `name` is what status shows for a path; `documents` tells the texts that go with the module
+    (`ModuleRecord.documents`).  The module is let go storage by storage as it is
     read, if the factory kept no reference to it, so that memory peaks at little over one state.
     """
 
     kind: ClassVar[str] = "module"
 
-    def __init__(self, factory: "Callable[[], nn.Module]", *, name: str = "", config: Config | None = None) -> None:
+    def __init__(
+        self,
+        factory: "Callable[[], nn.Module]",
+        *,
+        name: str = "",
+        config: Config | None = None,
+        documents: "Callable[[nn.Module], dict[str, str]] | None" = None,
+    ) -> None:
         self.path = name or f"module {getattr(factory, '__qualname__', type(factory).__name__)}"
         self._factory = factory
         self._config = dict(config or {})
+        self._documents = documents
         self._regions: list[StorageRegion | None] = []
 
     def open(self) -> StateSpec:
@@ -42,6 +53,9 @@ class ModuleSource(Source):
         except ModuleError as error:
             raise SourceError(path=self.path, tensor=error.path, reason=error.reason) from error
         self._regions = list(regions)
+        if self._documents is not None and spec.module is not None:
+            record = msgspec.structs.replace(spec.module, documents=self._documents(module))
+            spec = msgspec.structs.replace(spec, module=record)
         self._config = _describe(module, spec) | self._config
         return spec
 

@@ -1,17 +1,21 @@
 """Which source reads what is at a path: chosen by looking, or by the name of its kind."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 
-from wcache_async.errors import SourceError
+import msgspec
+
+from wcache_async.errors import Scalar, SourceError
 from wcache_async.sources.base import Source
 from wcache_async.sources.cast import check_cast
 from wcache_async.sources.locate import Checkpoint, locate_checkpoint
 from wcache_async.sources.safetensors import SafetensorsSource
 from wcache_async.sources.torch_file import TorchFileSource
 
-__all__ = ["known_kinds", "open_source"]
+__all__ = ["absolute_path", "known_kinds", "open_source"]
 
 AUTO = "auto"
+TRANSFORMERS = "transformers"
 
 _SOURCES: dict[str, Callable[[str, Checkpoint, str], Source]] = {
     source.kind: source for source in (SafetensorsSource, TorchFileSource)
@@ -20,18 +24,39 @@ _SOURCES: dict[str, Callable[[str, Checkpoint, str], Source]] = {
 
 def known_kinds() -> tuple[str, ...]:
     """What `open_source` takes as `kind`."""
-    return (AUTO, *_SOURCES)
+    return (AUTO, *_SOURCES, TRANSFORMERS)
 
 
-def open_source(path: str, *, kind: str = AUTO, dtype: str = "") -> Source:
+def absolute_path(path: str, kind: str) -> str:
+    """`path` as it reads from any folder; what ``transformers`` may find on a hub, and is no folder here, stays."""
+    return path if kind == TRANSFORMERS and not os.path.exists(path) else os.path.abspath(path)
+
+
+def open_source(path: str, *, kind: str = AUTO, dtype: str = "", options: Mapping[str, Scalar] | None = None) -> Source:
     """The source for the checkpoint at `path`, a file or a folder; not yet opened.
 
     ``auto`` takes safetensors before torch files where a folder holds both.  `dtype` is what
     floating-point tensors are cast to (see `sources.cast`), empty for what they are.  Looks at
-    the file system, so it blocks.  Raises SourceError.
+    the file system, so it blocks.  `options` are the source's own, see `TransformersOptions`;
+    the others have none.  Raises SourceError.
     """
     if kind not in known_kinds():
         raise SourceError(path=path, reason=f"unknown kind of source {kind!r}; known are {', '.join(known_kinds())}")
+    if kind == TRANSFORMERS:
+        return _open_transformers(path, dtype, options or {})
+    if options:
+        raise SourceError(path=path, reason=f"source {kind!r} takes no options, got {', '.join(options)}")
     check_cast(path, dtype)
     checkpoint = locate_checkpoint(path, tuple(_SOURCES) if kind == AUTO else (kind,))
     return _SOURCES[checkpoint.kind](path, checkpoint, dtype)
+
+
+def _open_transformers(path: str, dtype: str, options: Mapping[str, Scalar]) -> Source:
+    from wcache_async.sources.transformers import TransformersOptions, TransformersSource
+
+    try:
+        given = msgspec.convert(dict(options), TransformersOptions)
+    except msgspec.ValidationError as error:
+        known = ", ".join(TransformersOptions.__struct_fields__)
+        raise SourceError(path=path, reason=f"options of source 'transformers': {error}; known are {known}") from error
+    return TransformersSource(path, dtype, given)
