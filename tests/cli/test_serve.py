@@ -93,6 +93,20 @@ def test_without_a_model_it_is_ready_at_once(wcache: Wcache) -> None:
         assert serving.ready() == f"ready socket={serving.socket_path} states=0\n"
 
 
+def test_a_ready_line_that_nobody_reads_is_no_reason_not_to_serve(checkpoint: Path, short_tmp: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [WCACHE, "serve", checkpoint, "--socket", short_tmp / "wcache.sock"]
+    with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True) as daemon:
+        os.close(writing)
+        assert daemon.stderr is not None
+        while "the ready line could not be written" not in daemon.stderr.readline():
+            assert daemon.poll() is None
+        daemon.terminate()
+        daemon.communicate(timeout=30)
+    assert daemon.returncode == 0
+
+
 def test_a_checkpoint_that_fails_is_told_and_the_daemon_stays_up_without_a_ready_line(
     wcache: Wcache, checkpoint: Path
 ) -> None:
