@@ -96,7 +96,7 @@ def test_without_a_model_it_is_ready_at_once(wcache: Wcache) -> None:
 def test_a_ready_line_that_nobody_reads_is_no_reason_not_to_serve(checkpoint: Path, short_tmp: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [WCACHE, "serve", checkpoint, "--socket", short_tmp / "wcache.sock"]
+    command: list[str | Path] = [WCACHE, "serve", checkpoint, "--socket", short_tmp / "wcache.sock"]
     with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True) as daemon:
         os.close(writing)
         assert daemon.stderr is not None
