@@ -1,5 +1,6 @@
 """registry: backends by name, plugins by entry point, and no choice but among what both sides accept."""
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from wcache_async.backends.registry import (
     get_transport_backend_class,
     known_backends,
     usable_backends,
+    usable_backends_waits,
 )
 from wcache_async.backends.shm_fd import ShmFdTransportBackend
 from wcache_async.errors import BackendNotAccepted, BackendUnavailable, UnknownBackend
@@ -48,6 +50,22 @@ def forget_what_was_loaded() -> Iterator[None]:
 def test_the_three_built_in_names_are_known_and_shm_fd_works_here() -> None:
     assert known_backends()[:3] == ["vmm_fd", "torch_ipc", "shm_fd"]
     assert SHM_FD_BACKEND in usable_backends()
+
+
+@pytest.mark.parametrize(("cuda", "waits"), [(None, False), ("13.0", True)])
+def test_only_where_torch_has_cuda_may_a_driver_have_to_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, waits: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert usable_backends_waits() is waits
+    if not waits:
+        monkeypatch.setattr(ctypes, "CDLL", None)  # Nothing is loaded to find out.
+        assert "vmm_fd" not in usable_backends()
+
+
+def test_without_torch_a_driver_may_have_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    assert usable_backends_waits()
 
 
 def test_a_client_gets_the_backend_the_response_names_with_its_options() -> None:

@@ -1,13 +1,17 @@
 """Fetching: what a state says, its tensors, its lease, and what happens when things go away."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from wcache_async import Client, Daemon
+from wcache_async.backends.shm_fd import ShmFdTransportBackend
+from wcache_async.client import fetch
 from wcache_async.errors import (
     BackendNotAccepted,
     ClientClosed,
@@ -59,6 +63,28 @@ async def test_a_state_says_what_it_is_and_gives_its_tensors(
         assert torch.equal(await state.import_tensor("layer.bias"), tensors["layer.bias"])
         with pytest.raises(KeyError):
             await state.import_tensor("absent")
+
+
+@pytest.mark.parametrize(("at_once", "on_the_loops_thread"), [(2, True), (1, False)])
+async def test_only_few_tensors_are_imported_on_the_loops_thread(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, on_the_loops_thread: bool
+) -> None:
+    """Few take less than a switch to another thread; many would hold the loop up."""
+    two = {"a": torch.ones(3), "b": torch.ones(4)}
+    save_file(two, tmp_path / "two.safetensors")
+    await daemon.load(tmp_path / "two.safetensors", name="two")
+    threads: list[int] = []
+    really_import = ShmFdTransportBackend.import_tensors
+
+    def tell_thread(backend: ShmFdTransportBackend) -> Tensors:
+        threads.append(threading.get_ident())
+        return really_import(backend)
+
+    monkeypatch.setattr(fetch, "_AT_ONCE", at_once)
+    monkeypatch.setattr(ShmFdTransportBackend, "import_tensors", tell_thread)
+    async with Client(daemon.socket_path) as client:
+        assert_same(await (await client.fetch_state("two")).import_tensors(), two)
+    assert [thread == threading.get_ident() for thread in threads] == [on_the_loops_thread]
 
 
 async def test_tensors_outlive_release_client_and_daemon(daemon: Daemon, checkpoint: Path, tensors: Tensors) -> None:

@@ -140,6 +140,9 @@ class WeightCacheTransportBackend(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
     """What holds for tensors on every device it carries."""
+    import_waits: ClassVar[bool] = True
+    """Whether importing may wait for something, a device say.  Where it only computes, a few microseconds a
+    tensor, few tensors are imported on the loop's thread: a switch to another costs more."""
 
     def __init__(self, options: ImportOptions | None = None) -> None:
         """`options` matter to the client's half alone."""
@@ -150,6 +153,11 @@ class WeightCacheTransportBackend(ABC):
     @abstractmethod
     def unavailable_reason(cls) -> str | None:
         """Why the backend cannot work in this process, or None if it can."""
+
+    @classmethod
+    def availability_waits(cls) -> bool:
+        """Whether `unavailable_reason` may block here, by loading a library say."""
+        return False
 
     @abstractmethod
     def close(self) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "import_built_in",
     "known_backends",
     "usable_backends",
+    "usable_backends_waits",
 ]
 
 ENTRY_POINT_GROUP: Final = "wcache_async.backends"
@@ -67,6 +68,15 @@ def import_built_in() -> None:
 def usable_backends() -> tuple[str, ...]:
     """The built-in backends that can work in this process: what a client accepts by default."""
     return tuple(name for name in _BUILT_IN if _usable(name))
+
+
+def usable_backends_waits() -> bool:
+    """Whether `usable_backends` may block, by loading the CUDA driver."""
+    for name in _BUILT_IN:
+        with contextlib.suppress(BackendUnavailable):
+            if _load(name).availability_waits():
+                return True
+    return False
 
 
 def get_transport_backend_class(name: str) -> type[WeightCacheTransportBackend]:

@@ -84,6 +84,7 @@ class ShmFdTransportBackend(WeightCacheTransportBackend):
     capabilities = Capabilities(
         survives_daemon_exit=True, read_only=True, needs_shared_pid_namespace=False, devices=_DEVICES
     )
+    import_waits = False
 
     _arenas: tuple[OwnedFd, ...] = ()
     _payload = b""

@@ -7,6 +7,7 @@ read-only and copies what an engine writes, its buffers; both go on when the dae
 
 import asyncio
 import functools
+import sys
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -103,7 +104,17 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """Whether there is a driver at all: what its devices can do is checked when one is used."""
-        return cuda_driver.missing_reason()
+        return "this torch is built without CUDA" if cls._torch_lacks_cuda() else cuda_driver.missing_reason()
+
+    @classmethod
+    def availability_waits(cls) -> bool:
+        return not cls._torch_lacks_cuda()
+
+    @classmethod
+    def _torch_lacks_cuda(cls) -> bool:
+        """Whether a torch is imported that has no devices of the driver's: nothing has to be loaded to know."""
+        torch = sys.modules.get("torch")
+        return cls.torch_device_type == "cuda" and torch is not None and torch.version.cuda is None
 
     @property
     def resident_bytes(self) -> int:
