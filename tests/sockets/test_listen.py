@@ -172,6 +172,32 @@ def test_the_longest_path_can_be_bound_and_connected_to(short_tmp: Path) -> None
         bind_listener(path + "x", lock)
 
 
+def test_the_longest_folder_can_be_bound_in(short_tmp: Path) -> None:
+    """Where no other name in it has room for the kernel."""
+    folder = short_tmp / ("f" * (MAX_PATH_NBYTES - len(str(short_tmp)) - 3))
+    folder.mkdir(0o700)
+    path = str(folder / "s")
+    assert len(path) == MAX_PATH_NBYTES
+    with SocketLock(path) as lock, bind_listener(path, lock), dial(path):
+        assert set(os.listdir(folder)) == {"s", "s.lock"}
+
+
+def test_a_folder_that_went_away_is_told(path: str, short_tmp: Path) -> None:
+    folder = short_tmp / "folder"
+    folder.mkdir()
+    lock = SocketLock(str(folder / "s"))
+    lock.acquire()
+    os.unlink(folder / "s.lock")
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(AddressError, match="Not a directory"):
+        bind_listener(lock.path, lock)
+    folder.unlink()
+    with pytest.raises(AddressError, match="No such file"):
+        bind_listener(lock.path, lock)
+    lock.release()
+
+
 def test_a_bind_that_fails_leaves_nothing(path: str, lock: SocketLock, short_tmp: Path) -> None:
     blocker = short_tmp / "s.new"
     blocker.mkdir()
@@ -244,6 +270,25 @@ async def test_one_connections_failure_is_reported_and_the_next_is_served(
         assert [text for text in unhandled_loop_exceptions if "the first" in text]
         unhandled_loop_exceptions.clear()
         served[1].close()
+
+
+async def test_a_failure_after_the_socket_was_registered_harms_no_later_one(
+    path: str, lock: SocketLock, unhandled_loop_exceptions: list[str]
+) -> None:
+    """A watched number that was closed makes uvloop's epoll call fail, and libuv then aborts."""
+
+    def register_and_fail(sock: socket.socket, peer: PeerCredentials) -> None:
+        asyncio.get_running_loop().add_reader(sock.fileno(), print)
+        raise ValueError("too late")
+
+    listener = Listener(bind_listener(path, lock), register_and_fail, lambda sock: sock.close(), lock=lock)
+    with contextlib.closing(listener):
+        for _ in range(3):
+            with await connect(path, DEADLINE) as sock:
+                await until(lambda: unhandled_loop_exceptions)
+                assert sock.recv(1) == b""
+            assert all("too late" in text for text in unhandled_loop_exceptions)
+            unhandled_loop_exceptions.clear()
 
 
 async def test_out_of_fds_the_waiting_are_told_and_accepting_resumes_by_itself(

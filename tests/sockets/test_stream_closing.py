@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from tests.sockets.wire import DEADLINE, client, frame, numbered, received, response, send_with_fds, until
 from wcache_async.errors import StreamClosed
@@ -129,6 +131,33 @@ async def test_closing_while_reading_is_paused(with_raw: WithRaw) -> None:
         raw.recv(1)
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_closing_after_its_loop_has_closed(new_loop: Callable[[], asyncio.AbstractEventLoop], sockets: Sockets) -> None:
+    """As finalizers do; no loop is left to tell."""
+    loop = new_loop()
+    ours, raw = sockets
+    fds = numbered(1)
+
+    async def leave() -> FdStream:
+        stream = FdStream(ours, client())
+        stream.send(1, response(bytes(1 << 20)))
+        stream.send(2, response(), fds)
+        waiting = [asyncio.create_task(wait) for wait in (stream.receive(), stream.drain(), stream.wait_closed())]
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return stream
+
+    stream = loop.run_until_complete(leave())
+    loop.close()
+    stream.close()
+    assert ours.fileno() == -1
+    assert fds[0].closed
+    while raw.recv(1 << 20):
+        pass
+
+
 # ------------------------------------------------------------------------- telling, then closing
 async def test_a_peer_that_has_more_to_say_reads_why_and_then_an_orderly_end(sockets: Sockets) -> None:
     """Not the reset that closing over unread bytes makes."""
@@ -212,6 +241,17 @@ async def test_a_peer_that_has_gone_is_not_waited_for(with_raw: WithRaw, unread:
     async with asyncio.timeout(DEADLINE):
         await stream.close_after_flush(1000)
     assert stream.closed
+
+
+async def test_a_peer_that_resets_while_it_is_told_goodbye_is_not_waited_for(with_raw: WithRaw) -> None:
+    stream, raw = with_raw
+    stream.send(1, Status())
+    closing = asyncio.create_task(stream.close_after_flush(1000))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    raw.close()
+    async with asyncio.timeout(DEADLINE):
+        await closing
 
 
 async def test_saying_goodbye_takes_nothing_in_and_sends_nothing_new(with_raw: WithRaw) -> None:

@@ -174,6 +174,25 @@ async def test_junk_is_answered_and_nothing_after_it_is_read(sockets: tuple[sock
     stream.close()
 
 
+async def test_a_defect_in_what_reads_the_bytes_breaks_that_stream_and_is_reported(
+    with_raw: WithRaw, monkeypatch: pytest.MonkeyPatch, unhandled_loop_exceptions: list[str]
+) -> None:
+    """Rather than being called again and again over the same bytes."""
+    stream, raw = with_raw
+
+    def fail(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(stream._connection, "receive_data", fail)
+    fds = numbered(1)
+    send_with_fds(raw, b"x", fds)
+    fds[0].close()
+    with pytest.raises(StreamBroken, match="MemoryError: none left"):
+        await stream.receive()
+    assert [text for text in unhandled_loop_exceptions if "none left" in text]
+    unhandled_loop_exceptions.clear()
+
+
 async def test_wait_closed_tells_of_a_lost_peer_with_nobody_receiving(with_raw: WithRaw) -> None:
     stream, raw = with_raw
     assert stream.end is None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.sockets.wire import DEADLINE, client, frame, numbered, received, response, take_numbers
+from tests.sockets.wire import DEADLINE, client, frame, numbered, received, response, take_numbers, until
 from wcache_async.errors import (
     FrameTooLarge,
     MalformedMessage,
@@ -263,6 +263,26 @@ async def test_a_closed_fd_refuses_the_message_and_closes_the_others(pair: Pair)
     assert received(await pair[1].receive()).request_id == 2
 
 
+async def test_an_fd_closed_by_whoever_gave_it_away_breaks_the_stream(with_raw: WithRaw) -> None:
+    """Its frame can neither go without it nor be taken back."""
+    stream, raw = with_raw
+    stream.send(1, response(bytes(1 << 20)))
+    fds = numbered(2)
+    stream.send(2, response(), fds)
+    fds[0].close()
+    draining = asyncio.create_task(stream.drain())
+
+    def drained() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            raw.recv(1 << 20)
+        return draining.done()
+
+    await until(drained)
+    with pytest.raises(StreamBroken, match="closed while it waited"):
+        await draining
+    assert fds[1].closed
+
+
 async def test_sending_on_a_closed_stream_closes_the_fds(pair: Pair) -> None:
     fds = numbered(1)
     pair[0].close()
@@ -370,7 +390,7 @@ async def test_any_other_refusal_of_the_kernel_breaks_sending_with_its_reason(so
 
 IN_FLIGHT_LIMIT = """
 import asyncio, json, os, resource, socket, sys
-from tests.sockets.wire import client, numbered, response, take_numbers
+from tests.sockets.wire import client, numbered, response, take_numbers, until
 from wcache_async.errors import PeerTimeout
 from wcache_async.protocol.messages import Welcome
 from wcache_async.sockets.stream import FdStream

@@ -210,7 +210,11 @@ class Listener:
             sock.setblocking(False)
             taker(sock)
         except Exception as error:  # One connection's failure is not the listener's.
-            sock.close()
+            if sock.fileno() >= 0:
+                # Closed while still watched, its number would make libuv abort the process.
+                self._loop.remove_reader(sock.fileno())
+                self._loop.remove_writer(sock.fileno())
+                sock.close()
             self._report("a new connection could not be served", error)
 
     def _report(self, message: str, error: Exception) -> None:

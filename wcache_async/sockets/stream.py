@@ -6,19 +6,8 @@ fds, so the socket stays raw and non-blocking, and two callbacks drive a sans-IO
 - Readable: every fd that `recvmsg` returned has an owner before anything is looked at;
   events go into a queue.  A waiter's future is only a signal and never holds an event, so a
   cancelled `receive` loses nothing.
-- `send` queues a whole frame synchronously and writes what the kernel takes at once; only
-  `drain` waits.  Cancelling therefore never leaves half a frame or an fd without its frame.
-
-What the kernel answers to a write:
-
-====================================  =================================================================
-EAGAIN                                wait until writable
-ETOOMANYREFS (too many fds of this    nothing was sent; tried again with growing pauses, as other peers
-user in flight), ENOBUFS, ENOMEM      taking theirs is what ends it, and no readiness tells of that
-EPIPE, ECONNRESET, anything else      sending is over: what is queued is dropped with its fds, `send`
-                                      and `drain` raise StreamBroken; reading goes on, as the peer's
-                                      last words (why it hung up) may still be unread
-====================================  =================================================================
+- `send` queues a whole frame synchronously and writes what the kernel takes at once (Sender);
+  only `drain` waits.  Cancelling therefore never leaves half a frame or an fd without its frame.
 
 A peer's end shows in three ways, told apart as anyio does: an EndOfStream event, then
 StreamEnded, for an orderly close between two messages; StreamBroken where it was reset, or a
@@ -26,7 +15,6 @@ rule was broken; StreamClosed once this side closed.
 """
 
 import asyncio
-import errno
 import socket
 import threading
 from array import array
@@ -37,7 +25,6 @@ from typing import Final
 
 from wcache_async.errors import (
     FdsTruncated,
-    PeerTimeout,
     SendQueueFull,
     StreamBroken,
     StreamClosed,
@@ -48,23 +35,19 @@ from wcache_async.protocol.connection import Connection, EndOfStream, Event, Vio
 from wcache_async.protocol.framing import MAX_FDS_PER_MESSAGE
 from wcache_async.protocol.messages import Message
 from wcache_async.sockets.fds import OwnedFd, own_received
-from wcache_async.sockets.outgoing import Outgoing
 from wcache_async.sockets.peer import PeerCredentials, peer_credentials
+from wcache_async.sockets.sender import Sender
 
 __all__ = ["FdStream", "PeerCredentials"]
 
 _SCRATCH_NBYTES: Final = 64 << 10
 _CALLS_PER_WAKEUP: Final = 4
-"""recvmsg or sendmsg calls before the loop gets to serve others."""
+"""recvmsg calls before the loop gets to serve others."""
 # A buffer sized for one fd lets two in, as CMSG_SPACE pads: size it for the most there can be.
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(MAX_FDS_PER_MESSAGE * array("i").itemsize)
 # MSG_DONTWAIT besides O_NONBLOCK: that flag lives on the open file description, so whoever else
 # holds a duplicate can clear it, and the next call would freeze the loop.
 _RECEIVE_FLAGS: Final = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-_SEND_FLAGS: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-_TRANSIENT: Final = frozenset({errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
-_FIRST_RETRY_S: Final = 0.002
-_LAST_RETRY_S: Final = 0.1
 
 _per_thread = threading.local()
 
@@ -80,9 +63,10 @@ def _scratch() -> memoryview:
 class FdStream:
     """Messages over one connected AF_UNIX stream socket, which it owns and closes.
 
-    Made inside a running loop, which it registers with at once.  At most about `max_queued_bytes`
-    bytes wait unsent, and reading pauses while more than `max_queued_events` events wait unread
-    or the peer does not take the answers to what it must not send.  `peer` is known before a byte is read.
+    Made inside a running loop, with which it registers at once and whose thread it belongs to.
+    `peer` is known before a byte is read.  At most about `max_queued_bytes` bytes wait unsent, and
+    reading pauses while more than `max_queued_events` events wait unread or the peer does not take
+    the answers to what it must not send.
     """
 
     def __init__(
@@ -103,20 +87,15 @@ class FdStream:
         self._max_queued_bytes = max_queued_bytes
         self._max_queued_events = max_queued_events
         self._events: deque[Event[OwnedFd]] = deque()
-        self._outgoing = Outgoing()
+        self._sender = Sender(self._loop, sock, self._on_written)
         self._answer_nbytes = 0  # of what reading queued, until all of it is written
         self._answered_at = 0
         self._end: Callable[[], StreamError] | None = None
-        self._send_failure: Callable[[], StreamError] | None = None
         self._closing = False
         self._closed = False
         self._ended = asyncio.Event()
         self._receiver: asyncio.Future[None] | None = None
-        self._drainers: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._input_over: asyncio.Future[None] | None = None
-        self._writing = False
-        self._retry: asyncio.TimerHandle | None = None
-        self._retry_s = _FIRST_RETRY_S
         self._more_reading: asyncio.Handle | None = None
         self._reading = True
         self._loop.add_reader(self._fd, self._on_readable)
@@ -138,7 +117,7 @@ class FdStream:
     @property
     def queued_bytes(self) -> int:
         """Bytes queued and not yet taken by the kernel."""
-        return self._outgoing.pending
+        return self._sender.pending
 
     # ------------------------------------------------------------------------------- receiving
     async def receive(self) -> Event[OwnedFd]:
@@ -214,11 +193,11 @@ class FdStream:
         if end is not None:
             self._end_reading(end)
         answers = connection.data_to_send()
-        if answers and self._send_failure is None:
-            self._outgoing.extend(answers)
-            self._answer_nbytes += sum(len(answer.data) for answer in answers)
-            self._answered_at = self._outgoing.accepted
-            self._try_flush()
+        if answers and self._sender.failure is None:
+            nbytes = sum(len(answer.data) for answer in answers)
+            self._answer_nbytes += nbytes
+            self._answered_at = self._sender.accepted + nbytes
+            self._sender.queue(answers)
         self._wake_receiver()
         self._balance_reading()
 
@@ -232,7 +211,7 @@ class FdStream:
     def _lose(self, reason: str) -> None:
         end = partial(StreamBroken, reason=reason)
         self._end_reading(end)
-        self._fail_sending(end)
+        self._sender.fail(end)
         self._wake_receiver()
 
     def _wake_receiver(self) -> None:
@@ -278,22 +257,21 @@ class FdStream:
         try:
             if self._closing:
                 raise StreamClosed()
-            if self._send_failure is not None:
-                raise self._send_failure()
+            if self._sender.failure is not None:
+                raise self._sender.failure()
             for fd in fds:
                 fd.fileno()
             self._connection.send(request_id, message, fds)
             segments = self._connection.data_to_send()
             nbytes = sum(len(segment.data) for segment in segments)
-            pending = self._outgoing.pending
+            pending = self._sender.pending
             if pending and pending + nbytes > self._max_queued_bytes:
                 raise SendQueueFull(nbytes=nbytes, queued=pending, limit=self._max_queued_bytes)
         except BaseException:
             for fd in fds:
                 fd.close()
             raise
-        self._outgoing.extend(segments)
-        self._try_flush()
+        self._sender.queue(segments)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Wait until all that is queued now is written.
@@ -301,85 +279,11 @@ class FdStream:
         Raises PeerTimeout where bytes are still owed after `timeout` seconds, StreamBroken or
         StreamClosed where they never will be written.  Cancelling it drops nothing.
         """
-        target = self._outgoing.accepted
-        if self._outgoing.written < target:
-            self._check_sendable()
-            entry = (target, self._loop.create_future())
-            self._drainers.append(entry)
-            try:
-                async with asyncio.timeout(timeout):
-                    await entry[1]
-            except TimeoutError:
-                raise self._overdue(timeout or 0.0) from None
-            finally:
-                if entry in self._drainers:
-                    self._drainers.remove(entry)
-        if self._outgoing.written < target:
-            self._check_sendable()
+        await self._sender.drain(timeout)
 
-    def _check_sendable(self) -> None:
-        if self._closed:
-            raise StreamClosed()
-        if self._send_failure is not None:
-            raise self._send_failure()
-
-    def _overdue(self, seconds: float) -> PeerTimeout:
-        why = " (too many file descriptors of this user are in flight)" if self._retry is not None else ""
-        return PeerTimeout(what=f"take {self._outgoing.pending} bytes it was sent{why}", seconds=seconds)
-
-    def _try_flush(self) -> None:
-        if not self._writing and self._retry is None:
-            self._flush()
-
-    def _flush(self) -> None:
-        outgoing = self._outgoing
-        self._retry = None
-        try:
-            for _ in range(_CALLS_PER_WAKEUP):
-                if not outgoing.pending:
-                    break
-                buffers, fds = outgoing.batch()
-                rights = array("i", [fd.fileno() for fd in fds])
-                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if fds else []
-                outgoing.advance(self._sock.sendmsg(buffers, ancillary, _SEND_FLAGS))
-                self._retry_s = _FIRST_RETRY_S
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno in _TRANSIENT:
-                self._retry = self._loop.call_later(self._retry_s, self._flush)
-                self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
-            else:
-                self._fail_sending(partial(StreamBroken, reason=error.strerror or str(error)))
-                return
-        self._watch_writable(bool(outgoing.pending) and self._retry is None)
-        if outgoing.written >= self._answered_at:
+    def _on_written(self) -> None:
+        if self._sender.written >= self._answered_at or self._sender.failure is not None:
             self._answer_nbytes = 0
-        while self._drainers and self._drainers[0][0] <= outgoing.written:
-            _, future = self._drainers.popleft()
-            if not future.done():
-                future.set_result(None)
-        self._balance_reading()
-
-    def _watch_writable(self, wanted: bool) -> None:
-        if wanted and not self._writing:
-            self._loop.add_writer(self._fd, self._flush)
-        elif self._writing and not wanted:
-            self._loop.remove_writer(self._fd)
-        self._writing = wanted
-
-    def _fail_sending(self, failure: Callable[[], StreamError]) -> None:
-        self._send_failure = self._send_failure or failure
-        self._watch_writable(False)
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        self._outgoing.drop()
-        self._answer_nbytes = 0
-        while self._drainers:
-            _, future = self._drainers.popleft()
-            if not future.done():
-                future.set_result(None)
         self._balance_reading()
 
     # --------------------------------------------------------------------------------- closing
@@ -388,13 +292,22 @@ class FdStream:
         if self._closed:
             return
         self._closing = self._closed = True
+        if self._loop.is_closed():
+            self._forget_loop()
         self._end_reading(StreamClosed)
-        self._fail_sending(StreamClosed)
+        self._sender.fail(StreamClosed)
         self._end_discarding()
         # Only now: a closed number still registered would silence the next socket that gets it.
         self._sock.close()
         self._drop_events()
         self._wake_receiver()
+
+    def _forget_loop(self) -> None:
+        """Nothing is watched and nobody waits any more, and the loop would only refuse to be told."""
+        self._reading = False
+        self._more_reading = self._receiver = self._input_over = None
+        self._ended = asyncio.Event()
+        self._sender.forget_loop()
 
     async def close_after_flush(self, timeout: float) -> None:
         """Write what is queued, let the peer read it, then close; after `timeout` seconds close anyway.
