@@ -29,11 +29,13 @@ class Device:
     def __init__(self, ordinal: int, uuid: str) -> None:
         self.ordinal = ordinal
         self.uuid = uuid
-        self.granularity = cuda_driver.granularity(ordinal)
-        """What arenas' sizes are multiples of, in bytes."""
         self._context = cuda_driver.retain_primary_context(ordinal)
+        with self.context():
+            self.granularity = cuda_driver.granularity(ordinal)
+            """What arenas' sizes are multiples of, in bytes."""
         self.thread = Worker(f"wcache-cuda-{ordinal}", self.context)
         """Does its jobs with the device's context current."""
+        self.thread.start()  # Finalisers cannot.
 
     @contextmanager
     def context(self) -> Iterator[None]:

@@ -62,14 +62,25 @@ class Allocation:
         return OwnedFd(cuda_driver.export_allocation(self.handle))
 
     def release(self) -> None:
-        """Give up the handle; does nothing a second time.  Blocks.  Raises CudaDriverError."""
-        if self._handle:
-            cuda_driver.release_allocation(self._handle)
-            self._handle = 0
+        """Give up the handle; does nothing a second time.
+
+        Blocks.  Raises CudaDriverError, and leaves another try to the device's thread then.
+        """
+        try:
+            if self._handle:
+                cuda_driver.release_allocation(self._handle)
+                self._handle = 0
+        except CudaDriverError:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        handle, self._handle = self._handle, 0
+        if handle:
+            self.device.thread.post(functools.partial(cuda_driver.release_allocation, handle))
 
     def __del__(self) -> None:
-        if self._handle:
-            self.device.thread.post(functools.partial(cuda_driver.release_allocation, self._handle))
+        self._leave()
 
 
 class Mapping:
@@ -97,7 +108,7 @@ class Mapping:
         try:
             cuda_driver.set_access(self.address, self.nbytes, self.device.ordinal, writable=writable)
         except BaseException:
-            with contextlib.suppress(CudaDriverError):  # Tried again when this object goes.
+            with contextlib.suppress(CudaDriverError):  # Tried again by `close`.
                 self.unmap()
             raise
 
@@ -115,23 +126,35 @@ class Mapping:
             self._mapped = False
 
     def close(self) -> None:
-        """Unmap and give the addresses back; does nothing a second time.  Blocks, like `unmap`."""
-        self.unmap()
-        if self.address:
-            cuda_driver.free_addresses(self.address, self.nbytes)
-            self.address = 0
+        """Unmap and give the addresses back; does nothing a second time.
+
+        Blocks, like `unmap`.  Raises CudaDriverError, and leaves another try to the device's thread then.
+        """
+        try:
+            self.unmap()
+            if self.address:
+                cuda_driver.free_addresses(self.address, self.nbytes)
+                self.address = 0
+        except CudaDriverError:
+            self._leave()
+            raise
 
     def tensor(self, torch_device: "torch.device") -> "torch.Tensor":
         """All of it as a uint8 tensor that keeps this object, and with it the mapping."""
         return tensor_at(self.address, self.nbytes, torch_device, self)
 
+    def _leave(self) -> None:
+        address, self.address = self.address, 0
+        mapped, self._mapped = self._mapped, False
+        if address:
+            self.device.thread.post(functools.partial(_give_back, address, self.nbytes, mapped))
+
     def __del__(self) -> None:
-        if self.address:
-            self.device.thread.post(functools.partial(_give_back, self.address, self.nbytes, self._mapped))
+        self._leave()
 
 
 def _give_back(address: int, nbytes: int, mapped: bool) -> None:
-    """What a collected Mapping leaves to the device's thread."""
+    """What a Mapping leaves to the device's thread."""
     if mapped:
         try:
             # Kernels may be running on tensors that Python has already dropped, and unmapping

@@ -72,7 +72,7 @@ class ArenaWriter(StateWriter):
     def open(self, number: int) -> None:
         """Take the memory of one arena.  Blocks.  Raises InsufficientMemory, CudaDriverError."""
         nbytes = self._layout.arena_nbytes[number]
-        with memory_of(self._device, nbytes), ExitStack() as undo:
+        with self._device.context(), memory_of(self._device, nbytes), ExitStack() as undo:
             allocation = Allocation.create(self._device, nbytes)
             undo.callback(allocation.release)
             mapping = Mapping(self._device, nbytes)
@@ -119,8 +119,9 @@ class ArenaWriter(StateWriter):
         entries = [e for e in manifest.tensors if e.arena == number and e.storage not in written]
         if not entries:
             return {}
-        self._device.synchronize()
-        mapping.make_read_only()
+        with self._device.context():
+            cuda_driver.synchronize()
+            mapping.make_read_only()
         memory = mapping.tensor(torch_device(torch_device_type, self._device.ordinal))
         self._arenas[number] = (allocation, None)
         names = {e.name for e in entries}
@@ -145,10 +146,11 @@ class ArenaWriter(StateWriter):
         missing = set(range(len(self._nbytes))) - self._written
         if missing:
             raise ValueError(f"{len(missing)} storages were never written, number {min(missing)} the first")
-        self._device.synchronize()  # A copy from pageable memory returns before the device has it all.
-        for _, mapping in self._arenas.values():
-            if mapping is not None:
-                mapping.close()
+        with self._device.context():
+            cuda_driver.synchronize()  # A copy from pageable memory returns before the device has it all.
+            for _, mapping in self._arenas.values():
+                if mapping is not None:
+                    mapping.close()
         allocations = [self._arenas[number][0] for number in range(len(self._layout.arena_nbytes))]
         self._arenas.clear()
         self._done = True
@@ -162,11 +164,16 @@ class ArenaWriter(StateWriter):
     def _give_back(self) -> None:
         arenas = list(self._arenas.values())
         self._arenas.clear()
-        while arenas:
-            allocation, mapping = arenas.pop()
-            try:
-                if mapping is not None:
-                    mapping.close()
-                allocation.release()
-            except CudaDriverError as error:
-                logger.warning("freeing an arena of %s failed, and is tried again: %s", self._device.uuid, error)
+        if arenas:
+            with self._device.context():
+                for allocation, mapping in arenas:
+                    _free(allocation, mapping)
+
+
+def _free(allocation: Allocation, mapping: Mapping | None) -> None:
+    try:
+        if mapping is not None:
+            mapping.close()
+        allocation.release()
+    except CudaDriverError as error:
+        logger.warning("freeing an arena of %s failed, and is tried again: %s", allocation.device.uuid, error)

@@ -260,17 +260,15 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         Raises InvalidManifest, MalformedMessage, FdsTruncated, BackendUnavailable,
         InsufficientMemory, CudaDriverError.
         """
-        fds = self._take_fds(stream, response, manifest)
-        # What runs in a thread owns its fds and mappings, so that whatever a cancellation leaves
-        # behind is freed by being dropped.
-        job = functools.partial(
-            _prepare_import, fds, manifest, self.options.buffers == "shared", self.torch_device_type
+        arenas = ArenaImport(
+            self._take_fds(stream, response, manifest),
+            manifest,
+            shared_buffers=self.options.buffers == "shared",
+            torch_device_type=self.torch_device_type,
         )
-        del fds
-        arenas = await FINDER.run(job)
-        del job
         deadline = time.monotonic() + self.patience_s
         try:
+            await FINDER.run(arenas.prepare)
             while True:
                 try:
                     views = await arenas.device.thread.run(arenas.open)
@@ -280,7 +278,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
                         raise
                 await asyncio.sleep(RETRY_INTERVAL_S)
         except BaseException:
-            arenas.device.thread.post(arenas.undo)
+            arenas.undo_later()
             raise
         self._arenas, self._views = arenas, views
         self._resident_bytes = arenas.nbytes
@@ -358,14 +356,3 @@ def _release(allocations: Sequence[Allocation]) -> None:
     with ExitStack() as every:
         for allocation in allocations:
             every.callback(allocation.release)
-
-
-def _prepare_import(
-    fds: Sequence[OwnedFd], manifest: StateManifest, shared_buffers: bool, torch_device_type: str
-) -> ArenaImport:
-    try:
-        return ArenaImport(fds, manifest, shared_buffers=shared_buffers, torch_device_type=torch_device_type)
-    except BaseException:
-        for fd in fds:
-            fd.close()
-        raise

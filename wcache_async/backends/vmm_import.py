@@ -11,11 +11,11 @@ import msgspec
 
 from wcache_async.backends import cuda_driver
 from wcache_async.backends.base import VMM_FD_BACKEND
-from wcache_async.backends.cuda_device import Device, device_by_uuid
+from wcache_async.backends.cuda_device import FINDER, Device, device_by_uuid
 from wcache_async.backends.device_memory import torch_device
 from wcache_async.backends.views import ArenaViews
 from wcache_async.backends.vmm_arena import ALIGNMENT, Mapping, insufficient_memory, map_arena, memory_of
-from wcache_async.errors import BackendUnavailable, CudaDriverError, InsufficientMemory, InvalidManifest
+from wcache_async.errors import BackendUnavailable, CudaDriverError, InvalidManifest
 from wcache_async.manifest import (
     DTYPE_ITEMSIZE,
     Arena,
@@ -36,23 +36,35 @@ logger = logging.getLogger("wcache_async.backends")
 
 
 class ArenaImport:
-    """The arenas of one state.  Everything blocks; `open`, `undo`, `unmap` and `remap` run in the device's thread."""
+    """The arenas of one state.
+
+    Everything blocks: `prepare` runs in the finder's thread, what comes after it in the device's.
+    """
+
+    device: Device
+    """Where the arenas are; known once prepared."""
 
     def __init__(
         self, fds: Sequence[OwnedFd], manifest: StateManifest, *, shared_buffers: bool, torch_device_type: str
     ) -> None:
-        """Check everything that can be checked, and find the device; maps nothing yet.
-
-        `fds`, one an arena, are taken over.  Raises InvalidManifest, BackendUnavailable,
-        CudaDriverError.
-        """
+        """`fds`, one an arena, are taken over."""
+        self.manifest = manifest
         self._fds = deque(fds)
         self._mappings: list[Mapping] = []
-        self.manifest = manifest
-        self.device: Device = device_by_uuid(_only_device(manifest))
-        _check_arenas(manifest, self.device)
-        self._torch_device = torch_device(torch_device_type, self.device.ordinal)
-        self._copies = _Copies(manifest, keep=shared_buffers)
+        self._shared_buffers = shared_buffers
+        self._torch_device_type = torch_device_type
+        self._thread = FINDER
+
+    def prepare(self) -> None:
+        """Check everything that can be checked, and find the device; maps nothing yet.
+
+        Raises InvalidManifest, BackendUnavailable, CudaDriverError.
+        """
+        self.device = device_by_uuid(_only_device(self.manifest))
+        _check_arenas(self.manifest, self.device)
+        self._torch_device = torch_device(self._torch_device_type, self.device.ordinal)
+        self._copies = _Copies(self.manifest, keep=self._shared_buffers)
+        self._thread = self.device.thread
 
     @property
     def nbytes(self) -> int:
@@ -67,17 +79,14 @@ class ArenaImport:
         """Map every arena and make the private copies; each fd is closed once it is imported.
 
         Raises InsufficientMemory, keeping what is done so that it may be called again to go on.
-        Where it raises anything else everything is undone.
         """
-        try:
-            while self._fds:
-                self._open_next()
-            return self._views()
-        except InsufficientMemory:
-            raise
-        except BaseException:
-            self.undo()
-            raise
+        while self._fds:
+            self._open_next()
+        return self._views()
+
+    def undo_later(self) -> None:
+        """Have `undo` run after whatever of this object's runs now.  Does not block."""
+        self._thread.post(self.undo)
 
     def undo(self) -> None:
         """Close the fds that are left and unmap what is mapped; does nothing a second time."""

@@ -26,7 +26,7 @@ _Jobs = queue.SimpleQueue["tuple[Future[None] | None, Callable[[], object]]"]
 
 
 class Worker:
-    """One thread, started at the first job and again in a forked process; ends with the process."""
+    """One thread, that ends with the process.  It is started by `start` or the first job, anew in a forked process."""
 
     def __init__(self, name: str, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """Each job is done within the context manager that `around` makes."""
@@ -36,6 +36,15 @@ class Worker:
         self._lock = threading.Lock()
         # SimpleQueue.put may interrupt itself, as a finaliser does (its documentation).
         self._jobs: _Jobs = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Have the thread run in this process."""
+        with self._lock:
+            if self._pid != os.getpid():
+                if self._pid:
+                    self._jobs = queue.SimpleQueue()  # Its jobs are those of the process that was forked.
+                self._pid = os.getpid()
+                threading.Thread(target=self._serve, args=(self._jobs,), name=self._name, daemon=True).start()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Do `work` in the thread.
@@ -58,15 +67,11 @@ class Worker:
         self._submit(work).result()
 
     def post(self, work: Callable[[], object]) -> None:
-        """Have `work` done some time later, if the thread was started.  For finalisers: never blocks."""
+        """Have `work` done some time later, once the thread is started.  For finalisers: never blocks."""
         self._jobs.put((None, work))
 
     def _submit(self, work: Callable[[], object]) -> "Future[None]":
-        with self._lock:
-            if self._pid != os.getpid():
-                self._pid = os.getpid()
-                self._jobs = queue.SimpleQueue()
-                threading.Thread(target=self._serve, args=(self._jobs,), name=self._name, daemon=True).start()
+        self.start()
         future: Future[None] = Future()
         self._jobs.put((future, work))
         return future

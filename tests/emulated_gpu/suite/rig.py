@@ -34,6 +34,7 @@ __all__ = [
     "mixed_state",
     "send",
     "settle",
+    "until",
 ]
 
 GRANULARITY = 2 << 20
@@ -103,6 +104,13 @@ class Wire:
     def close(self) -> None:
         for fd in self.fds:
             fd.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what the emulator has no event for."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def settle() -> None:
@@ -177,9 +185,18 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     """The bytes of a contiguous tensor by the driver's word: the host may be unable to touch them."""
     host = ctypes.create_string_buffer(tensor.nbytes or 1)
     if tensor.nbytes:
-        with cuda_device.device_by_name("cuda").context():
+        with cuda_device.device_by_name(f"cuda:{_ordinal_of(tensor)}").context():
             cuda_driver.copy(ctypes.addressof(host), tensor.data_ptr(), tensor.nbytes)
     return host.raw[: tensor.nbytes]
+
+
+def _ordinal_of(tensor: torch.Tensor) -> int:
+    import cuda.bindings.driver as driver
+
+    driver.cuInit(0)
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    result, ordinal = driver.cuPointerGetAttribute(attribute, tensor.data_ptr())
+    return 0 if result else int(ordinal)  # The host's memory has none.
 
 
 def contents(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from tests.emulated_gpu.suite.rig import Emulator, Wire, attach, contents, expected, exported, send, settle
+from tests.emulated_gpu.suite.rig import Emulator, Wire, attach, contents, expected, exported, send, settle, until
 from wcache_async.backends.vmm_fd import VmmFdTransportBackend
 from wcache_async.errors import BackendUnavailable, CudaDriverError, InsufficientMemory
 from wcache_async.manifest import StateManifest, StateSpec
@@ -274,9 +274,7 @@ async def test_importing_stops_waiting_for_memory_when_it_is_cancelled(emulator:
         fds = list(wire.fds)
         emulator.fail("cuMemMap:3+:OUT_OF_MEMORY")
         task = asyncio.create_task(receive(wire, manifest))
-        async with asyncio.timeout(30):
-            while emulator.seen() < 4:  # Three arenas were tried, and one of them again.
-                await asyncio.to_thread(settle)
+        await until(lambda: emulator.seen() > 3)  # Three arenas were tried, and one of them again.
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
