@@ -74,8 +74,8 @@ def client_process(peer: Peer, path: str, visible: str) -> None:
     expected = state()
     told: list[DaemonLost] = []
     with blocking.Client(path, on_daemon_lost=told.append) as client:
-        held = client.fetch_state("m")
         try:
+            held = client.fetch_state("m")
             tensors = held.import_tensors()
         except WeightCacheError as error:
             peer.send(str(error))
