@@ -43,7 +43,7 @@ _AT_ONCE: Final = 512
 """Tensors imported on the loop's thread, by a backend that only computes: half a millisecond, where a thread's
 start and two switches take that too in a process's first attach."""
 
-_accepted: tuple[str, ...] = ()
+_accepted: tuple[str, ...] = () if usable_backends_waits() else usable_backends()
 
 
 async def accepted_backends() -> tuple[str, ...]:

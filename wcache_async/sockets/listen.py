@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import random
 import socket
@@ -268,25 +269,25 @@ async def connect(
     Raises NotRunning, AddressTooLong, AddressNotTrusted, AddressError, PeerNotAllowed.
     """
     check_path(path)
+    loop = asyncio.get_running_loop()
+    deadline = math.inf if timeout is None else loop.time() + timeout
     pause = _FIRST_CONNECT_PAUSE_S
-    reason = ""
-    try:
-        async with asyncio.timeout(timeout):
-            while True:
-                try:
-                    return _connect_now(path, allowed_uids)
-                except BlockingIOError:
-                    reason = "its queue of waiting clients stayed full"
-                except (FileNotFoundError, ConnectionRefusedError) as error:
-                    reason = str(error.strerror)
-                    if not wait:
-                        raise NotRunning(socket=path, reason=reason) from error
-                # Not a blocking connect in a thread, which nothing can cancel.  Spread out, as
-                # the ranks of an engine come at the same moment.
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, _LAST_CONNECT_PAUSE_S)
-    except TimeoutError:
-        raise NotRunning(socket=path, reason=f"{reason} for {timeout:g} s") from None
+    while True:
+        try:
+            return _connect_now(path, allowed_uids)
+        except BlockingIOError:
+            reason = "its queue of waiting clients stayed full"
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            reason = str(error.strerror)
+            if not wait:
+                raise NotRunning(socket=path, reason=reason) from error
+        left = deadline - loop.time()
+        if left <= 0:
+            raise NotRunning(socket=path, reason=f"{reason} for {timeout:g} s")
+        # Not a blocking connect in a thread, which nothing can cancel.  Spread out, as
+        # the ranks of an engine come at the same moment.
+        await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), left))
+        pause = min(2 * pause, _LAST_CONNECT_PAUSE_S)
 
 
 def _connect_now(path: str, allowed_uids: Collection[int] | None) -> socket.socket:
