@@ -18,6 +18,7 @@ from wcache_async.manifest import (
     ALIGNMENT,
     DTYPE_ITEMSIZE,
     Arena,
+    Cut,
     Kind,
     Layout,
     ModuleRecord,
@@ -196,7 +197,9 @@ def specs(draw: st.DrawFn) -> StateSpec:
     targets = st.sampled_from(names) if names else st.nothing()
     aliases = draw(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=4).map("a".__add__), targets))
     module = draw(st.sampled_from([None, ModuleRecord(training=True, scalars={"scale": 0.5})]))
-    return StateSpec(storages=tuple(storages), tensors=tuple(tensors), aliases=aliases, module=module)
+    cut = [t for t in tensors if draw(st.booleans())]
+    cuts = {t.name: Cut(0, (3 * (t.shape[0] // 2), 0, 3 * (t.shape[0] - t.shape[0] // 2)), 1, 3) for t in cut}
+    return StateSpec(storages=tuple(storages), tensors=tuple(tensors), aliases=aliases, module=module, cuts=cuts)
 
 
 @given(spec=specs(), max_arena=st.sampled_from([0, 512, 5000]))
@@ -245,6 +248,7 @@ def test_a_manifest_can_be_laid_out_anew(spec: StateSpec, max_arena: int, other_
         assert copied.dtype_of(other) == manifest.dtype_of(entry)
     assert copied.aliases == manifest.aliases
     assert copied.module == manifest.module
+    assert copied.cuts == manifest.cuts
     # Who shares a storage still does, at the same distance.
     for (one, new_one), (two, new_two) in combinations(zip(manifest.tensors, copied.tensors, strict=True), 2):
         assert (one.storage == two.storage) == (new_one.storage == new_two.storage)
@@ -260,9 +264,11 @@ def test_these_are_the_bytes() -> None:
         (Arena(256, "cpu"), Arena(65536, "GPU-0")),
         (TensorEntry("w", 1, (2, 300), 64, 5, 0, (300, 1), Kind.NON_PERSISTENT_BUFFER, False),),
         {"a": "w"},
+        None,
+        {"w": Cut(1, (200, 400), 3, 2)},
     )
     body = (
-        b"\x95"
+        b"\x96"
         b"\x92\xa7float32\xa4int8"  # dtypes
         b"\x92"  # arenas
         b"\x92\xcd\x01\x00\xa3cpu"  # nbytes, device
@@ -279,6 +285,10 @@ def test_these_are_the_bytes() -> None:
         b"\xc2"  # requires_grad
         b"\x81\xa1a\xa1w"  # aliases
         b"\xc0"  # module
+        b"\x81\xa1w"  # cuts
+        b"\x94\x01"  # dim
+        b"\x92\xcc\xc8\xcd\x01\x90"  # parts
+        b"\x03\x02"  # rank, ranks
     )
     assert encode_manifest(manifest) == body
     assert msgspec.msgpack.decode(body, type=StateManifest) == manifest
@@ -371,12 +381,14 @@ def test_entries_are_no_work_for_the_garbage_collector() -> None:
 
 # --------------------------------------------------------------------------------------- lies
 def honest() -> list[list[object]]:
-    """A manifest as a peer may write it: dtypes, arenas, tensors, aliases."""
+    """A manifest as a peer may write it: dtypes, arenas, tensors, aliases, module, cuts."""
     return [
         ["float32", "int8"],
         [[1024, "cpu"], [64, "cpu"]],
         [["w", 0, [4, 4], 64, 0, 0, [], 0, True], ["b", 1, [8], 0, 1, 1, [], 1, False]],
         {"a": "w"},  # type: ignore[list-item]
+        None,  # type: ignore[list-item]
+        {"b": [0, [4, 12], 1, 2]},  # type: ignore[list-item]
     ]
 
 
@@ -464,6 +476,14 @@ HUGE = 2**63 - 1
         pytest.param(part_lie(3, {"a": "w", "c": "a"}), "'a', which is no tensor", id="alias of an alias"),
         pytest.param(part_lie(3, {"b": "w"}), "both a tensor and an alias", id="alias that is a tensor"),
         pytest.param(part_lie(3, {"a": 1}), "str", id="alias of a number"),
+        pytest.param(part_lie(5, {"a": [0, [8], 0, 2]}), "is not there", id="cut of an alias"),
+        pytest.param(part_lie(5, {"b": [0, [16], 2, 2]}), "part 2 of 2", id="rank past the last"),
+        pytest.param(part_lie(5, {"b": [0, [16], 0, 0]}), "part 0 of 0", id="cut for nobody"),
+        pytest.param(part_lie(5, {"b": [1, [16], 0, 2]}), "along dimension 1", id="cut along no dimension"),
+        pytest.param(part_lie(5, {"b": [0, [15, 1], 0, 2]}), "add up to 16", id="parts that do not divide"),
+        pytest.param(part_lie(5, {"b": [0, [14], 0, 2]}), "add up to 14", id="cut that is too large"),
+        pytest.param(part_lie(5, {"b": [0, [HUGE] * 100_000, 0, 2]}), "100000 parts", id="parts to be busy with"),
+        pytest.param(part_lie(5, {"b": [0, [16], -1, 2]}), ">= 0", id="negative rank"),
     ],
 )
 def test_a_lie_is_refused_with_its_reason(lie: Callable[[list[list[object]]], None], reason: str) -> None:
@@ -510,7 +530,7 @@ def test_what_is_odd_and_true_is_taken(truth: Callable[[list[list[object]]], Non
     raw = honest()
     truth(raw)
     if not raw[2]:
-        raw[3] = {}  # type: ignore[call-overload]
+        raw[3] = raw[5] = {}  # type: ignore[call-overload]
     manifest = decode_manifest(encode(raw))
     arena = torch.zeros(1024, dtype=torch.uint8)
     for entry in manifest.tensors[:1]:

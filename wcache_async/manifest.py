@@ -23,6 +23,7 @@ __all__ = [
     "DTYPE_ITEMSIZE",
     "Arena",
     "Config",
+    "Cut",
     "Kind",
     "Layout",
     "ModuleRecord",
@@ -123,6 +124,22 @@ class ModuleRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     documents: dict[str, str] = {}
 
 
+class Cut(Struct, array_like=True, frozen=True, gc=False):
+    """Which part of a larger tensor a state's tensor is: the share that one of `ranks` has under tensor parallelism.
+
+    The whole consists of `parts`, sizes in elements along dimension `dim`.  Of each part rank
+    number `rank` has an equal slice, and these stand one after the other in its tensor.
+    """
+
+    dim: NonNegative
+    parts: tuple[NonNegative, ...]
+    rank: NonNegative
+    ranks: NonNegative
+
+    def __str__(self) -> str:
+        return f"part {self.rank} of {self.ranks} along dimension {self.dim} of {'+'.join(map(str, self.parts))}"
+
+
 class TensorSpec(Struct, frozen=True, gc=False, kw_only=True):
     """One tensor of a state before it is laid out.
 
@@ -145,13 +162,14 @@ class StateSpec(Struct, frozen=True, kw_only=True):
 
     `aliases` maps a further name to the name of the tensor it is another name of (the same
     object: a tied weight).  Two tensors with different views of one storage are two
-    `TensorSpec`s on it, and no aliases.
+    `TensorSpec`s on it, and no aliases.  `cuts` has the tensors that are parts of larger ones.
     """
 
     storages: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
     aliases: dict[str, str] = {}
     module: ModuleRecord | None = None
+    cuts: dict[str, Cut] = {}
 
     @property
     def nbytes(self) -> int:
@@ -186,13 +204,17 @@ class Arena(Struct, array_like=True, frozen=True, gc=False):
 
 
 class StateManifest(Struct, array_like=True, frozen=True):
-    """What a state is: an entry per tensor, further names, arenas, and the dtypes in use."""
+    """What a state is: an entry per tensor, further names, arenas, the dtypes in use, and what is part of what.
+
+    Field order is the wire's: append only.
+    """
 
     dtypes: tuple[str, ...]
     arenas: tuple[Arena, ...]
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str] = {}
     module: ModuleRecord | None = None
+    cuts: dict[str, Cut] = {}
 
     @property
     def tensor_bytes(self) -> int:
@@ -268,7 +290,7 @@ def build_manifest(spec: StateSpec, layout: Layout, devices: Sequence[str] = ())
             )
         )
     arenas = tuple(Arena(nbytes, devices[i] if devices else "cpu") for i, nbytes in enumerate(layout.arena_nbytes))
-    return StateManifest(dtypes, arenas, tuple(entries), dict(spec.aliases), spec.module)
+    return StateManifest(dtypes, arenas, tuple(entries), dict(spec.aliases), spec.module, dict(spec.cuts))
 
 
 def spec_of(manifest: StateManifest) -> tuple[StateSpec, list[tuple[int, int]]]:
@@ -305,6 +327,7 @@ def spec_of(manifest: StateManifest) -> tuple[StateSpec, list[tuple[int, int]]]:
         tensors=tensors,
         aliases=dict(manifest.aliases),
         module=manifest.module,
+        cuts=dict(manifest.cuts),
     )
     return spec, [(arena, start) for arena, start, _ in storages.values()]
 
@@ -388,8 +411,26 @@ def validate_manifest(manifest: StateManifest) -> None:
             raise InvalidManifest(tensor=alias, reason=f"it is an alias of {target!r}, which is no tensor")
         if alias in names:
             raise InvalidManifest(tensor=alias, reason="it is both a tensor and an alias")
+    if manifest.cuts:
+        _validate_cuts(manifest)
     if manifest.module is not None:
         _validate_wrapped(manifest.module.wrapped, names | manifest.aliases.keys())
+
+
+def _validate_cuts(manifest: StateManifest) -> None:
+    shapes = {entry.name: entry.shape for entry in manifest.tensors}
+    for name, cut in manifest.cuts.items():
+        shape = shapes.get(name)
+        if shape is None:
+            raise InvalidManifest(tensor=name, reason="it is part of a larger tensor, and is not there")
+        whole = sum(cut.parts)
+        consistent = cut.rank < cut.ranks and cut.dim < len(shape) and not any(part % cut.ranks for part in cut.parts)
+        if not consistent or shape[cut.dim] * cut.ranks != whole:
+            raise InvalidManifest(
+                tensor=name,
+                reason=f"shape {shape} as part {cut.rank} of {cut.ranks} of {len(cut.parts)} parts that add up to "
+                f"{whole} along dimension {cut.dim}",
+            )
 
 
 def _validate_wrapped(wrapped: Mapping[str, WrappedTensor], names: AbstractSet[str]) -> None:
