@@ -3,7 +3,7 @@
 import os
 import stat
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from msgspec import Struct
@@ -12,17 +12,48 @@ from wcache_async.errors import SourceError
 from wcache_async.manifest import DTYPE_ITEMSIZE, Config, StateSpec
 from wcache_async.sources.base import Advance, Source
 
-__all__ = ["CheckpointFile", "FileSource", "StorageRange", "uniform_dtype"]
+__all__ = ["CheckpointFile", "FileSource", "Runs", "StorageRange", "uniform_dtype"]
 
 CHUNK = 8 << 20
 """Bytes read at a time: progress moves often, system calls cost nothing, and a cast's bounce buffer stays small."""
+
+
+class Runs(Struct, frozen=True, kw_only=True):
+    """A storage that is scattered over a file: in each of its periods of `period` bytes it has the same `pieces`.
+
+    A piece is where it starts in its period, and its length, in bytes.
+    """
+
+    period: int
+    pieces: tuple[tuple[int, int], ...]
+
+    def spans(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Where in the file, from the first period on, `nbytes` of the storage stand, from its byte `start` on.
+
+        Each is an offset and a length; in between are bytes of others.
+        """
+        number, skip = divmod(start, sum(length for _, length in self.pieces))
+        while nbytes:
+            base = number * self.period
+            for offset, length in self.pieces:
+                if skip >= length:
+                    skip -= length
+                    continue
+                take = min(length - skip, nbytes)
+                yield base + offset + skip, take
+                skip = 0
+                nbytes -= take
+                if not nbytes:
+                    return
+            number += 1
 
 
 class StorageRange(Struct, frozen=True, kw_only=True):
     """Where the bytes of one storage stand: ``nbytes`` from ``offset`` on in file number ``file``.
 
     With `cast_to` they are elements of `dtype`, to be given as elements of `cast_to`; without,
-    both are empty.  `tensor` is who the storage belongs to, for errors.
+    both are empty.  `tensor` is who the storage belongs to, for errors.  With `runs` they are
+    `nbytes` in all, and `offset` is where the first period begins.
     """
 
     file: int
@@ -31,6 +62,7 @@ class StorageRange(Struct, frozen=True, kw_only=True):
     tensor: str
     dtype: str = ""
     cast_to: str = ""
+    runs: Runs | None = None
 
     @property
     def filled_nbytes(self) -> int:
@@ -184,8 +216,20 @@ def _read_plain(file: CheckpointFile, part: StorageRange, into: memoryview, adva
         size = min(CHUNK, part.nbytes - start)
         # Released at once: a traceback keeping it would keep the caller from unmapping.
         with into[start : start + size] as piece:
-            file.fill(piece, part.offset + start, part.tensor)
+            _fill(file, part, piece, start)
         advance(size)
+
+
+def _fill(file: CheckpointFile, part: StorageRange, into: memoryview, start: int) -> None:
+    """Fill `into` with the storage's bytes from its byte `start` on, as they stand in the file."""
+    if part.runs is None:
+        file.fill(into, part.offset + start, part.tensor)
+        return
+    done = 0
+    for offset, size in part.runs.spans(start, len(into)):
+        with into[done : done + size] as piece:
+            file.fill(piece, part.offset + offset, part.tensor)
+        done += size
 
 
 def _read_cast(file: CheckpointFile, part: StorageRange, into: memoryview, advance: Advance) -> None:
@@ -199,7 +243,7 @@ def _read_cast(file: CheckpointFile, part: StorageRange, into: memoryview, advan
         for start in range(0, part.nbytes, CHUNK):
             size = min(CHUNK, part.nbytes - start)
             with window[:size] as piece:
-                file.fill(piece, part.offset + start, part.tensor)
+                _fill(file, part, piece, start)
             count, first = size // from_size, start // from_size
             read = torch.frombuffer(bounce, dtype=source, count=count)
             torch.frombuffer(into, dtype=target, count=count, offset=first * to_size).copy_(read)
