@@ -111,6 +111,8 @@ class FetchedState:
         self.manifest_nbytes = response.manifest_nbytes
         self.daemon_pid = session.daemon_pid
         self._lease = response.lease
+        self.lease_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once `release` has given the lease back, which may be after it returned."""
         self._survives = backend.survives_daemon_exit
 
     @classmethod
@@ -208,9 +210,13 @@ class FetchedState:
         if backend is None:
             return
         backend.close()
-        end_lease = partial(self._session.release, self._lease)
-        if backend.when_unused(partial(_call_soon, asyncio.get_running_loop(), end_lease)):
-            end_lease()
+        if backend.when_unused(partial(_call_soon, asyncio.get_running_loop(), self._end_lease)):
+            self._end_lease()
+
+    def _end_lease(self) -> None:
+        self._session.release(self._lease)
+        if not self.lease_ended.done():
+            self.lease_ended.set_result(None)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
