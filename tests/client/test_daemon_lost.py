@@ -187,6 +187,21 @@ async def test_a_released_state_keeps_its_lease_until_its_last_tensor_on_a_gpu_i
         await eventually(lambda: gpus.allocations() == [])
 
 
+def test_a_connection_of_the_states_own_lasts_as_long_as_its_last_tensor(
+    gpu_daemon: Child, path: str, tensors: Tensors, gpus: FakeCudaIpc
+) -> None:
+    state = blocking.fetch_state("m", socket_path=path)
+    got = state.import_tensors()
+    state.release()
+    gpu_daemon.send("unload")
+    assert gpu_daemon.receive() == 0
+    assert len(gpus.allocations()) == 1
+    assert same(got, tensors)
+    del got, state
+    gc.collect()
+    asyncio.run(eventually(lambda: gpus.allocations() == []))
+
+
 async def test_a_state_released_unused_gives_its_lease_back_at_once(gpu_daemon: Child, path: str) -> None:
     async with Client(path) as client:
         state = await client.fetch_state("m")

@@ -39,6 +39,8 @@ class SharedArena:
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._storage: torch.UntypedStorage | None = None
+        self._fd = -1
+        self._closed = False
 
     @contextmanager
     def write(self, offset: int, nbytes: int) -> Iterator[memoryview]:
@@ -63,21 +65,26 @@ class SharedArena:
 
     def lend(self) -> OwnedFd:
         """torch's own fd, in order while whoever holds the result holds it, whatever becomes of this arena."""
-        return _LentFd(self._allocated())
+        storage = self._allocated()
+        return _LentFd(self._fd, storage)
 
     def close(self) -> None:
         """Give it up; the memory goes with its last holder in any process."""
-        self._storage = None
+        with self._lock:
+            self._storage, self._closed = None, True
 
     def _allocated(self) -> "torch.UntypedStorage":
         import torch
 
         with self._lock:
+            if self._closed:
+                raise ValueError("the arena is closed")
             if self._storage is None:
                 try:
                     self._storage = torch.UntypedStorage._new_using_fd_cpu(self.nbytes)
                 except RuntimeError as error:
                     raise _refusal(error, self.nbytes) from error
+                self._fd = self._storage._share_fd_cpu_()[0]
             return self._storage
 
 
@@ -89,8 +96,8 @@ class _LentFd(OwnedFd):
 
     __slots__ = ("_storage",)
 
-    def __init__(self, storage: "torch.UntypedStorage") -> None:
-        super().__init__(storage._share_fd_cpu_()[0])
+    def __init__(self, fd: int, storage: "torch.UntypedStorage") -> None:
+        super().__init__(fd)
         self._storage: torch.UntypedStorage | None = storage
 
     def take(self) -> int:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import uvloop
@@ -82,16 +83,34 @@ class State:
 
     def release(self) -> None:
         """Give up the lease; tensors already imported stay valid."""
-        _run(self._state.release())
         owner, self._owner = self._owner, None
-        if owner is not None:
-            _run(owner.close())
+        _run(_release(self._state, owner))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+_closing: set["asyncio.Task[None]"] = set()
+
+
+async def _release(state: FetchedState, owner: asynchronous.Client | None) -> None:
+    """Release, and then close the connection that is the state's alone, which may have to hold the lease for longer."""
+    await state.release()
+    if owner is None:
+        return
+    if state.lease_ended.done():
+        await owner.close()
+    else:
+        state.lease_ended.add_done_callback(partial(_close_soon, owner))
+
+
+def _close_soon(owner: asynchronous.Client, _: object) -> None:
+    task = asyncio.get_running_loop().create_task(owner.close())
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)
 
 
 class Client:
