@@ -369,17 +369,14 @@ def validate_manifest(manifest: StateManifest) -> None:
     arena_nbytes = [arena.nbytes for arena in manifest.arenas]
     if 0 in arena_nbytes:
         raise InvalidManifest(tensor="", reason=f"arena {arena_nbytes.index(0)} has no bytes")
-    # Models repeat few shapes: each one's extent is computed once.
-    extents: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    names: set[str] = set()
+    several_arenas = len(arena_nbytes) > 1
+    # Models repeat few shapes: what each reaches is computed once.
+    reaches: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
     arena_of: dict[int, int] = {}
     for entry in manifest.tensors:
-        key = (entry.shape, entry.stride)
-        extent = extents.get(key)
-        if extent is None:
-            extent = extents[key] = tensor_extent(entry)
+        key = (entry.dtype, entry.shape, entry.stride)
         try:
-            itemsize = itemsizes[entry.dtype]
+            nbytes, itemsize = reaches.get(key) or reaches.setdefault(key, _reach(entry, itemsizes[entry.dtype]))
             limit = arena_nbytes[entry.arena]
         except IndexError:
             raise InvalidManifest(
@@ -387,23 +384,23 @@ def validate_manifest(manifest: StateManifest) -> None:
                 reason=f"dtype number {entry.dtype} of {len(itemsizes)}, arena number {entry.arena} "
                 f"of {len(arena_nbytes)}",
             ) from None
-        if entry.offset + extent * itemsize > limit:
+        offset = entry.offset
+        if offset + nbytes > limit:
             raise InvalidManifest(
-                tensor=entry.name,
-                reason=f"bytes {entry.offset} to {entry.offset + extent * itemsize} of an arena of {limit}",
+                tensor=entry.name, reason=f"bytes {offset} to {offset + nbytes} of an arena of {limit}"
             )
-        if entry.offset % itemsize:
+        if offset % itemsize:
             raise InvalidManifest(
-                tensor=entry.name, reason=f"offset {entry.offset} is no multiple of its {itemsize}-byte elements"
+                tensor=entry.name, reason=f"offset {offset} is no multiple of its {itemsize}-byte elements"
             )
-        if arena_of.setdefault(entry.storage, entry.arena) != entry.arena:
+        if several_arenas and arena_of.setdefault(entry.storage, entry.arena) != entry.arena:
             raise InvalidManifest(
                 tensor=entry.name,
                 reason=f"storage {entry.storage} is in arenas {arena_of[entry.storage]} and {entry.arena}",
             )
         if entry.requires_grad and not differentiable[entry.dtype]:
             raise InvalidManifest(tensor=entry.name, reason=f"a {manifest.dtype_of(entry)} tensor that requires grad")
-        names.add(entry.name)
+    names = {entry.name for entry in manifest.tensors}
     if len(names) != len(manifest.tensors):
         raise InvalidManifest(tensor=_repeated(manifest.tensors), reason="its name stands twice")
     for alias, target in manifest.aliases.items():
@@ -443,6 +440,11 @@ def _validate_wrapped(wrapped: Mapping[str, WrappedTensor], names: AbstractSet[s
             raise InvalidManifest(tensor=name, reason=f"its part {(missing or [tensor.alias_of])[0]!r} is missing")
         if tensor.alias_of and wrapped[tensor.alias_of].alias_of:
             raise InvalidManifest(tensor=name, reason=f"it is an alias of {tensor.alias_of!r}, which is none itself")
+
+
+def _reach(entry: TensorEntry, itemsize: int) -> tuple[int, int]:
+    """Bytes from the tensor's first to one past its last, and bytes of an element."""
+    return tensor_extent(entry) * itemsize, itemsize
 
 
 def tensor_extent(entry: TensorEntry) -> int:
