@@ -28,6 +28,9 @@ from wcache_async.errors import (
     UnknownBackend,
 )
 from wcache_async.manifest import StateSpec
+from wcache_async.protocol.connection import Received
+from wcache_async.protocol.messages import FetchState, FetchStateResponse
+from wcache_async.testing.scripted_peer import ScriptedPeer
 
 BOTH = ("shm_fd", "torch_ipc")
 
@@ -110,6 +113,22 @@ async def test_a_client_that_accepts_both_costs_no_second_copy(
         assert (await client.fetch_state("m")).transport_backend == "shm_fd"
     assert backends_of(daemon) == ("shm_fd",)
     assert shared_files() == []
+
+
+async def test_a_client_that_names_no_backend_is_an_older_one_and_gets_torch_ipc(
+    daemon: Daemon, write_checkpoint: WriteCheckpoint
+) -> None:
+    await daemon.load(write_checkpoint(), name="m")
+    async with ScriptedPeer.connect(daemon.socket_path) as peer:
+        await peer.greet(backends=())
+        await peer.say(1, FetchState(name="m"))
+        answer = await peer.hear()
+        assert isinstance(answer, Received)
+        assert isinstance(answer.message, FetchStateResponse)
+        assert answer.message.transport_backend == "torch_ipc"
+        assert len(answer.fds) == 3
+        for fd in answer.fds:
+            fd.close()
 
 
 async def test_however_many_ask_at_once_it_is_made_once(
