@@ -13,6 +13,8 @@
     │   ├── StateExists          that name and rank are taken
     │   ├── StateUnloaded        unloaded while the request waited for it
     │   ├── ConfigMismatch       the state was built otherwise than expected
+    │   ├── BudgetExceeded       it does not fit into --max-bytes
+    │   ├── BuildNotGranted      somebody else builds that state
     │   ├── PeerNotAllowed       the peer runs as another user
     │   ├── BackendNotAccepted   no transport both sides can use
     │   ├── LeaseNotFound        no such lease on this connection
@@ -75,6 +77,8 @@ __all__ = [
     "BackendUnavailable",
     "BadMagic",
     "BindError",
+    "BudgetExceeded",
+    "BuildNotGranted",
     "ClientClosed",
     "ConfigMismatch",
     "CudaDriverError",
@@ -394,6 +398,43 @@ class ConfigMismatch(RequestRefused):
     @property
     def hint(self) -> str:
         return "Load a state built that way under another name, or change what you expect"
+
+
+class BudgetExceeded(RequestRefused):
+    """`needed` bytes do not fit: of `max_bytes`, `held` are taken, and `evictable` of those could be freed."""
+
+    code: ClassVar[str] = "budget_exceeded"
+    needed: int
+    max_bytes: int
+    held: int
+    evictable: int
+
+    @property
+    def message(self) -> str:
+        return (
+            f"the state needs {_gib(self.needed)} of the daemon's {_gib(self.max_bytes)}, of which {_gib(self.held)} "
+            f"are held, and {_gib(self.evictable)} of those by states that nobody holds or has pinned"
+        )
+
+    @property
+    def hint(self) -> str:
+        return "Unload or unpin something, or raise --max-bytes"
+
+
+class BuildNotGranted(RequestRefused):
+    """This connection is not the one that builds the state (any more)."""
+
+    code: ClassVar[str] = "build_not_granted"
+    name: str
+    rank: int
+
+    @property
+    def message(self) -> str:
+        return f"{_state(self.name, self.rank)} is not this client's to build"
+
+    @property
+    def hint(self) -> str:
+        return "Ask again with fetch_or_publish"
 
 
 class PeerNotAllowed(RequestRefused):

@@ -25,6 +25,7 @@ from wcache_async.errors import (
 )
 from wcache_async.protocol.connection import (
     MAX_HELLO_NBYTES,
+    MAX_PUBLISHED_FDS,
     MAX_REQUEST_NBYTES,
     MAX_RESPONSE_NBYTES,
     Connection,
@@ -38,6 +39,10 @@ from wcache_async.protocol.connection import (
 )
 from wcache_async.protocol.framing import Segment, encode_frame
 from wcache_async.protocol.messages import (
+    Abandon,
+    AbandonResponse,
+    BuildTicket,
+    Claim,
     ErrorResponse,
     FetchState,
     FetchStateResponse,
@@ -47,6 +52,10 @@ from wcache_async.protocol.messages import (
     LoadProgress,
     LoadResponse,
     Message,
+    Pin,
+    PinResponse,
+    Publish,
+    PublishResponse,
     Release,
     ReleaseResponse,
     StateStatus,
@@ -72,6 +81,10 @@ MESSAGES: list[Message] = [
     Status(),
     Load(path="p", name="m"),
     Unload(name="m"),
+    Publish(name="m", manifest_nbytes=0, transport_backend="shm_fd"),
+    Claim(name="m"),
+    Abandon(ticket=1),
+    Pin(name="m"),
     Stop(),
     WELCOME,
     LoadProgress(bytes_done=1, bytes_total=2),
@@ -80,14 +93,24 @@ MESSAGES: list[Message] = [
     StatusResponse(version="1", pid=1, socket="s", uptime_s=1.0, clients=1),
     LoadResponse(state=StateStatus(name="m", rank=0, phase="ready")),
     UnloadResponse(unloaded=("m:0",)),
+    PublishResponse(state=StateStatus(name="m", rank=0, phase="ready")),
+    BuildTicket(ticket=1),
+    AbandonResponse(),
+    PinResponse(),
     StopResponse(),
     REFUSED,
 ]
 
 TABLE: dict[tuple[Role, Phase], tuple[set[str], set[str]]] = {
     # What is taken, and what is known but comes at the wrong time; anything else is unknown there.
-    (Role.DAEMON, Phase.EXPECT_HELLO): ({"hello"}, {"fetch_state", "release", "status", "load", "unload", "stop"}),
-    (Role.DAEMON, Phase.OPEN): ({"fetch_state", "release", "status", "load", "unload", "stop"}, {"hello"}),
+    (Role.DAEMON, Phase.EXPECT_HELLO): (
+        {"hello"},
+        {"fetch_state", "release", "status", "load", "unload", "publish", "claim", "abandon", "pin", "stop"},
+    ),
+    (Role.DAEMON, Phase.OPEN): (
+        {"fetch_state", "release", "status", "load", "unload", "publish", "claim", "abandon", "pin", "stop"},
+        {"hello"},
+    ),
     (Role.CLIENT, Phase.EXPECT_WELCOME): (
         {"welcome", "error"},
         {
@@ -97,6 +120,10 @@ TABLE: dict[tuple[Role, Phase], tuple[set[str], set[str]]] = {
             "status_response",
             "load_response",
             "unload_response",
+            "publish_response",
+            "build_ticket",
+            "abandon_response",
+            "pin_response",
             "stop_response",
         },
     ),
@@ -108,6 +135,10 @@ TABLE: dict[tuple[Role, Phase], tuple[set[str], set[str]]] = {
             "status_response",
             "load_response",
             "unload_response",
+            "publish_response",
+            "build_ticket",
+            "abandon_response",
+            "pin_response",
             "stop_response",
             "error",
         },
@@ -463,14 +494,26 @@ def test_fds_of_a_fatal_message_are_handed_over_with_it(body: bytes) -> None:
     assert (violation.fatal, violation.fds, connection.take_fds()) == (True, (1, 2), [])
 
 
-@pytest.mark.parametrize("phase", [Phase.EXPECT_HELLO, Phase.OPEN])
-def test_a_daemon_takes_no_fds_and_hands_them_over_for_closing(phase: Phase) -> None:
-    connection = in_phase(Role.DAEMON, phase)
+def test_a_daemon_takes_no_fds_before_the_handshake_and_hands_them_over_for_closing() -> None:
+    connection = in_phase(Role.DAEMON, Phase.EXPECT_HELLO)
     (segment,) = encode_frame(5, encode_message(Status()), (1,))
     connection.receive_data(segment.data[:3], segment.fds)
     assert isinstance(only_violation(connection.events_received()).error, FdsUndeclared)
     assert connection.take_fds() == [1]
     assert len(answers(connection)) == 1
+
+
+def test_a_daemon_takes_fds_after_the_handshake_as_many_as_fit_into_one_message() -> None:
+    connection = in_phase(Role.DAEMON, Phase.OPEN)
+    (segment,) = encode_frame(5, encode_message(Status()), tuple(range(MAX_PUBLISHED_FDS)))
+    connection.receive_data(segment.data, segment.fds)
+    (received,) = connection.events_received()
+    assert isinstance(received, Received)
+    assert received.fds == tuple(range(MAX_PUBLISHED_FDS))
+    for segment in encode_frame(6, encode_message(Status()), tuple(range(MAX_PUBLISHED_FDS + 1))):
+        connection.receive_data(segment.data, segment.fds)
+    only_violation(connection.events_received())
+    assert len(connection.take_fds()) == MAX_PUBLISHED_FDS + 1
 
 
 @pytest.mark.parametrize("role", Role)

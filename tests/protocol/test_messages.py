@@ -22,6 +22,10 @@ from wcache_async.errors import (
 )
 from wcache_async.manifest import Config
 from wcache_async.protocol.messages import (
+    Abandon,
+    AbandonResponse,
+    BuildTicket,
+    Claim,
     ErrorResponse,
     FetchState,
     FetchStateResponse,
@@ -31,6 +35,10 @@ from wcache_async.protocol.messages import (
     LoadProgress,
     LoadResponse,
     Message,
+    Pin,
+    PinResponse,
+    Publish,
+    PublishResponse,
     Release,
     ReleaseResponse,
     Request,
@@ -62,6 +70,7 @@ STATE_STATUS = StateStatus(
     config={"dtype": "bfloat16", "tp_size": 2, "scale": 0.5, "tied": True, "revision": None},
     error="no such file",
     source="safetensors",
+    pinned=True,
 )
 
 FULL: list[Message] = [
@@ -83,6 +92,21 @@ FULL: list[Message] = [
         progress=True,
     ),
     Unload(name="m", rank=0),
+    Publish(
+        name="m",
+        rank=1,
+        config={"tp_size": 2},
+        manifest_nbytes=4,
+        transport_backend="shm_fd",
+        manifest=b"\x95\x90\x90\x90",
+        payload=b"\x01",
+        ticket=7,
+        replace=True,
+        source="Llama",
+    ),
+    Claim(name="m", rank=1, config={"tp_size": 2}, timeout=1.5, progress=True),
+    Abandon(ticket=7),
+    Pin(name="m", rank=1, pinned=False),
     Stop(),
     Welcome(
         version=1,
@@ -110,6 +134,10 @@ FULL: list[Message] = [
     ),
     LoadResponse(state=STATE_STATUS),
     UnloadResponse(unloaded=("m:0", "m:1"), bytes=7),
+    PublishResponse(state=STATE_STATUS),
+    BuildTicket(ticket=7),
+    AbandonResponse(),
+    PinResponse(states=("m:0",)),
     StopResponse(pid=9),
     ErrorResponse(code="state_not_found", message="no", hint="load it", details={"name": "m", "available": ["n:0"]}),
 ]

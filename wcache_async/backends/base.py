@@ -9,6 +9,7 @@ verb                       side     what
 prepare_export             daemon   tensors that already exist become arenas and a manifest
 begin_export               daemon   arenas for tensors still to be read; filled through a writer
 send_fetch_state_response  daemon   one response, with the fds the client needs
+adopt                      daemon   a state that a client made and published
 recv_fetch_state_response  client   takes those fds and opens the arenas
 import_tensor(s)           client   tensors on the arenas
 ========================== ======== ===========================================================
@@ -230,6 +231,15 @@ class WeightCacheTransportBackend(ABC):
         cannot look into its own arenas, and ValueError once closed.
         """
         raise BackendUnavailable(name=self.name, reason="it cannot read back what it exported")
+
+    async def adopt(self, stream: ResponseReceiver, payload: bytes, manifest: StateManifest) -> None:
+        """Take over a state that a client made and sent as `send_fetch_state_response` would.
+
+        Takes the fds that `payload` announces and checks everything that can be checked, and
+        maps nothing.  All or nothing.  Raises a ProtocolError for arenas that are not what
+        `manifest` says or not safe to map, BackendUnavailable where the backend cannot adopt.
+        """
+        raise BackendUnavailable(name=self.name, reason="states made by clients cannot be adopted through it")
 
     # ----------------------------------------------------------------------------- client
     @abstractmethod

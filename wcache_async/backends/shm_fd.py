@@ -163,6 +163,13 @@ class ShmFdTransportBackend(WeightCacheTransportBackend):
             owned.pop_all()
             await stream.send(completed, [*fds, *duplicates])
 
+    async def adopt(self, stream: ResponseReceiver, payload: bytes, manifest: StateManifest) -> None:
+        announced = _announced(self.name, payload)
+        fds = stream.take_fds(len(announced))
+        check = functools.partial(_check_arenas, fds, announced, manifest)
+        await asyncio.get_running_loop().run_in_executor(None, check)
+        self._adopt(fds, Layout(places=(), arena_nbytes=announced))
+
     def read_arena(self, number: int, offset: int, into: memoryview) -> None:
         if not self._arenas:
             raise ValueError(_CLOSED)
@@ -172,10 +179,7 @@ class ShmFdTransportBackend(WeightCacheTransportBackend):
     async def recv_fetch_state_response(
         self, stream: ResponseReceiver, response: FetchStateResponse, manifest: StateManifest
     ) -> None:
-        try:
-            announced = _decode_payload(response.payload).arenas
-        except msgspec.DecodeError as error:
-            raise MalformedMessage(reason=f"the payload of {self.name}: {error}") from error
+        announced = _announced(self.name, response.payload)
         fds = stream.take_fds(len(announced))
         opening = functools.partial(_open_arenas, fds, announced, manifest, self.options.mapping)
         del fds
@@ -316,19 +320,31 @@ def _no_memory(nbytes: int, error: OSError) -> InsufficientMemory:
     return InsufficientMemory(needed=nbytes, available=available, limit=f"{limit}; the kernel says: {error.strerror}")
 
 
+def _announced(backend: str, payload: bytes) -> tuple[int, ...]:
+    try:
+        return _decode_payload(payload).arenas
+    except msgspec.DecodeError as error:
+        raise MalformedMessage(reason=f"the payload of {backend}: {error}") from error
+
+
+def _check_arenas(fds: Sequence[OwnedFd], announced: Sequence[int], manifest: StateManifest) -> None:
+    """Raises InvalidManifest or InvalidMemfd for arenas that are not what the manifest says, sealed and whole."""
+    expected = tuple(arena.nbytes for arena in manifest.arenas)
+    if expected != tuple(announced):
+        raise InvalidManifest(tensor="", reason=f"arenas of {expected} bytes, announced were {tuple(announced)}")
+    for number, (fd, nbytes) in enumerate(zip(fds, expected, strict=True)):
+        if not nbytes:
+            raise InvalidManifest(tensor="", reason=f"arena {number} is empty")
+        check_memfd(fd, nbytes, f"arena {number}")
+
+
 def _open_arenas(
     fds: Sequence[OwnedFd], announced: Sequence[int], manifest: StateManifest, mapping: MappingMode
 ) -> ArenaViews:
     """Check every fd, then map them all; closes them in any case."""
     try:
-        expected = tuple(arena.nbytes for arena in manifest.arenas)
-        if expected != tuple(announced):
-            raise InvalidManifest(tensor="", reason=f"arenas of {expected} bytes, announced were {tuple(announced)}")
-        for number, (fd, nbytes) in enumerate(zip(fds, expected, strict=True)):
-            if not nbytes:
-                raise InvalidManifest(tensor="", reason=f"arena {number} is empty")
-            check_memfd(fd, nbytes, f"arena {number}")
-        arenas = [_map_arena(fd, nbytes, mapping) for fd, nbytes in zip(fds, expected, strict=True)]
+        _check_arenas(fds, announced, manifest)
+        arenas = [_map_arena(fd, nbytes, mapping) for fd, nbytes in zip(fds, announced, strict=True)]
     finally:
         for fd in fds:
             fd.close()

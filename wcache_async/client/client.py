@@ -2,12 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from wcache_async.backends.base import TORCH_IPC_BACKEND, ImportOptions, MappingMode
 from wcache_async.client.fetch import FetchedState, accepted_backends
+from wcache_async.client.publish import Turn, claim, fetch_or_publish, publish
 from wcache_async.client.session import Progress, Session
 from wcache_async.errors import ClientClosed, DaemonLost, Scalar
 from wcache_async.protocol.messages import (
@@ -16,6 +17,8 @@ from wcache_async.protocol.messages import (
     Load,
     LoadResponse,
     Message,
+    Pin,
+    PinResponse,
     StateStatus,
     Status,
     StatusResponse,
@@ -26,6 +29,12 @@ from wcache_async.protocol.messages import (
 )
 from wcache_async.sockets.address import default_socket_path
 from wcache_async.sockets.limits import raise_fd_limit
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from wcache_async.client.publish import Built
 
 __all__ = ["Client"]
 
@@ -161,6 +170,90 @@ class Client:
             progress=progress is not None,
         )
         return (await self._request(request, LoadResponse, progress)).state
+
+    async def publish(
+        self,
+        name: str,
+        module_or_tensors: "nn.Module | Mapping[str, torch.Tensor]",
+        *,
+        rank: int = 0,
+        config: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        rebind: bool = False,
+    ) -> StateStatus:
+        """Hand a state built here to the daemon, for others to attach to: copied once, into sealed arenas.
+
+        With `rebind` the module then moves onto those arenas itself, so that the machine holds
+        one copy and not two.  Raises StateExists, BudgetExceeded, ModuleError, ExportError,
+        InsufficientMemory, BackendUnavailable; a refused state leaves everything as it was.
+        """
+        return await publish(
+            self._open_session(),
+            name,
+            module_or_tensors,
+            rank=rank,
+            config=dict(config or {}),
+            replace=replace,
+            rebind=rebind,
+        )
+
+    async def fetch_or_publish(
+        self,
+        name: str,
+        build: "Callable[[], Built | Awaitable[Built]]",
+        *,
+        rank: int = 0,
+        config: Mapping[str, Scalar] | None = None,
+        timeout: float | None = None,
+        mapping: MappingMode = "private",
+        progress: Progress | None = None,
+    ) -> FetchedState:
+        """Attach to a state, or build it with `build` and publish it, if this client's turn comes.
+
+        Exactly one client builds at a time per name and rank; the others wait up to `timeout`
+        seconds and attach.  If the builder dies, fails or is cancelled, the next one builds.
+        `build` returns an nn.Module or named tensors, or awaits one; it runs in a thread unless it is a
+        coroutine function, and what it raises is raised here alone.  An empty `name` is the
+        automatic one, a digest of `config`, under which different configs live side by side.
+        The result's `built_here` says which way it went.  Raises ConfigMismatch where the
+        name is held under another config, and what `publish` and `fetch_state` do.
+        """
+        claimed = await self.claim(
+            name, rank=rank, config=config, timeout=timeout, mapping=mapping, progress=progress
+        )
+        return await fetch_or_publish(claimed, build)
+
+    async def claim(
+        self,
+        name: str,
+        *,
+        rank: int = 0,
+        config: Mapping[str, Scalar] | None = None,
+        timeout: float | None = None,
+        mapping: MappingMode = "private",
+        progress: Progress | None = None,
+    ) -> FetchedState | Turn:
+        """The first half of `fetch_or_publish`: the state, or this client's turn to build it where it likes.
+
+        A Turn ends with its `publish` or its `abandon`, or with the connection.
+        """
+        return await claim(
+            self._open_session(),
+            name,
+            rank=rank,
+            config=dict(config or {}),
+            timeout=timeout,
+            options=ImportOptions(mapping=mapping),
+            progress=progress,
+        )
+
+    async def pin(self, name: str, *, rank: int | None = None, pinned: bool = True) -> tuple[str, ...]:
+        """Keep a state (every rank without `rank`) from being evicted; returns what is pinned, as ``name:rank``."""
+        return (await self._request(Pin(name=name, rank=rank, pinned=pinned), PinResponse)).states
+
+    async def unpin(self, name: str, *, rank: int | None = None) -> tuple[str, ...]:
+        """Let a state be evicted again when memory is needed and nobody holds it."""
+        return await self.pin(name, rank=rank, pinned=False)
 
     async def unload(self, name: str, *, rank: int | None = None) -> UnloadResponse:
         """Have the daemon forget a state (every rank without `rank`); holders keep their memory."""

@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from wcache_async.backends.base import ImportOptions, WeightCacheTransportBackend
-from wcache_async.backends.collector import collector_held
-from wcache_async.backends.memfd import read_memfd
+from wcache_async.backends.carried import CarriedFds, receive_manifest
 from wcache_async.backends.registry import (
     get_client_transport_backend,
     import_built_in,
@@ -19,15 +18,10 @@ from wcache_async.client.session import Answer, Session
 from wcache_async.errors import (
     BackendNotAccepted,
     DaemonLost,
-    FdsTruncated,
-    FdsUndeclared,
-    InvalidManifest,
     StateReleased,
 )
-from wcache_async.manifest import Config, StateManifest, decode_manifest
-from wcache_async.protocol.connection import MAX_RESPONSE_NBYTES
+from wcache_async.manifest import Config, StateManifest
 from wcache_async.protocol.messages import FetchStateResponse
-from wcache_async.sockets.fds import OwnedFd
 
 if TYPE_CHECKING:
     import torch
@@ -61,28 +55,6 @@ async def _backend(name: str, options: ImportOptions) -> WeightCacheTransportBac
     return await asyncio.to_thread(get_client_transport_backend, name, options)
 
 
-class _Fds:
-    """The fds of one answer, handed out in order (a backend's ResponseReceiver)."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._expected = 0
-
-    def take_fds(self, count: int) -> list[OwnedFd]:
-        self._expected += count
-        fds = self._answer.fds
-        if len(fds) < count:
-            raise FdsTruncated(expected=self._expected, got=self._expected - count + len(fds))
-        taken, self._answer.fds = fds[:count], fds[count:]
-        return taken
-
-    def finish(self) -> None:
-        """Raises FdsUndeclared where the response came with more fds than its parts announce."""
-        left = len(self._answer.fds)
-        if left:
-            raise FdsUndeclared(expected=self._expected, got=self._expected + left)
-
-
 class FetchedState:
     """A state attached to this process, and a lease on it until `release` or the client's end.
 
@@ -110,6 +82,8 @@ class FetchedState:
         """Bytes the state keeps resident, once for all that attach."""
         self.manifest_nbytes = response.manifest_nbytes
         self.daemon_pid = session.daemon_pid
+        self.built_here = False
+        """Whether this client built it (`fetch_or_publish`), rather than found it in the cache."""
         self._lease = response.lease
         self.lease_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once `release` has given the lease back, which may be after it returned."""
@@ -130,16 +104,16 @@ class FetchedState:
         BackendNotAccepted where the daemon chose a backend that is none of `accepted`.
         """
         backend: WeightCacheTransportBackend | None = None
+        fds = CarriedFds(answer.take_fds())
         try:
             backend = await _backend(response.transport_backend, options)
             if backend.name not in accepted:
                 raise BackendNotAccepted(accepted=list(accepted), exportable=[backend.name])
-            fds = _Fds(answer)
-            manifest = await _receive_manifest(response, fds)
+            manifest = await receive_manifest(response.manifest, response.manifest_nbytes, fds)
             await backend.recv_fetch_state_response(fds, response, manifest)
             fds.finish()
         except BaseException:
-            answer.close()
+            fds.close()
             if backend is not None:
                 backend.close()
             session.release(response.lease)
@@ -230,22 +204,3 @@ def _default_dtype(config: Config) -> "torch.dtype | None":
 
     named = getattr(torch, str(config.get("dtype", "")), None)
     return named if isinstance(named, torch.dtype) and named.is_floating_point else None
-
-
-async def _receive_manifest(response: FetchStateResponse, fds: _Fds) -> StateManifest:
-    if response.manifest is not None:
-        return _decode(response.manifest)
-    if response.manifest_nbytes > MAX_RESPONSE_NBYTES:
-        raise InvalidManifest(tensor="", reason=f"{response.manifest_nbytes} bytes, over {MAX_RESPONSE_NBYTES}")
-    (fd,) = fds.take_fds(1)
-    return await asyncio.to_thread(_read_manifest, fd, response.manifest_nbytes)
-
-
-def _read_manifest(fd: OwnedFd, nbytes: int) -> StateManifest:
-    with fd:
-        return _decode(read_memfd(fd, nbytes, "the manifest"))
-
-
-def _decode(body: bytes) -> StateManifest:
-    with collector_held():
-        return decode_manifest(body)

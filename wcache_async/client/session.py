@@ -8,7 +8,7 @@ that comes too late has its fds closed, and its lease given back.
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from wcache_async.errors import (
@@ -62,6 +62,11 @@ class Answer:
 
     async def settled(self) -> None:
         await self._wake
+
+    def take_fds(self) -> list[OwnedFd]:
+        """The fds, now the caller's."""
+        fds, self.fds = self.fds, []
+        return fds
 
     def close(self) -> None:
         """Close the fds nobody took."""
@@ -117,26 +122,35 @@ class Session:
         """The kernel's word for who is at the other end (SO_PEERCRED); 0 across PID namespaces."""
         return self._stream.peer.pid
 
-    async def request(self, message: Message, expected: type[M], progress: Progress | None = None) -> tuple[M, Answer]:
-        """Send a request and wait for its response.
+    async def request(
+        self,
+        message: Message,
+        expected: type[M] | tuple[type[M], ...],
+        progress: Progress | None = None,
+        fds: Sequence[OwnedFd] = (),
+    ) -> tuple[M, Answer]:
+        """Send a request, with `fds`, which it takes over, and wait for its response.
 
         Raises the daemon's error, DaemonLost, ClientClosed, ProtocolError.  The caller closes
         the Answer, or takes its fds.
         """
         if self._error is not None:
+            for fd in fds:
+                fd.close()
             raise self._error
         self._last_id += 1
         request_id = self._last_id
         answer = Answer(asyncio.get_running_loop().create_future(), progress)
         self._answers[request_id] = answer
         try:
-            self._stream.send(request_id, message)
+            self._stream.send(request_id, message, fds)
             await answer.settled()
             if answer.error is not None:
                 raise answer.error
             if not isinstance(answer.message, expected):
                 got = "nothing" if answer.message is None else type_of(answer.message)
-                raise UnexpectedMessage(type=got, expected=expected.__name__)
+                wanted = expected if isinstance(expected, tuple) else (expected,)
+                raise UnexpectedMessage(type=got, expected=" or ".join(cls.__name__ for cls in wanted))
             return answer.message, answer
         except BaseException:
             self._answers.pop(request_id, None)
@@ -201,9 +215,13 @@ class Session:
 
     def release(self, lease: int) -> None:
         """Give a lease back without waiting for the answer; does nothing once the connection is gone."""
+        self.post(Release(lease=lease))
+
+    def post(self, message: Message) -> None:
+        """Send a request whose answer nobody needs; does nothing once the connection is gone."""
         if self._error is None:
             self._last_id += 1
-            self._stream.send(self._last_id, Release(lease=lease))
+            self._stream.send(self._last_id, message)
 
     def _end(self, error: WeightCacheError) -> None:
         if self._error is not None:

@@ -20,8 +20,9 @@ from typing import TypeVar
 
 from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.backends.registry import choose_accepted, choose_for_device
+from wcache_async.daemon.budget import plan_eviction
 from wcache_async.daemon.leases import LeaseTable
-from wcache_async.daemon.loading import Export, Load, LoadCancelled, Loaded, copy_export, run_load
+from wcache_async.daemon.loading import Export, Load, LoadCancelled, copy_export, run_load
 from wcache_async.daemon.states import Cancel, Discard, Effect, Generation, Phase, StateKey, StateTable, Wake
 from wcache_async.errors import (
     BackendNotAccepted,
@@ -33,7 +34,7 @@ from wcache_async.errors import (
     StateUnloaded,
     WeightCacheError,
 )
-from wcache_async.manifest import Config, Kind, compare_config
+from wcache_async.manifest import Config, Kind, StateManifest, compare_config
 from wcache_async.sources.base import Source
 
 __all__ = ["Exporter", "Progress"]
@@ -72,8 +73,16 @@ class _Exports:
 class Exporter:
     """Every state of one daemon.  Belongs to one event loop."""
 
-    def __init__(self, *, backend: str = "auto", device: str = "cpu", reader_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        device: str = "cpu",
+        reader_threads: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
         self.backend = backend
+        self.max_bytes = max_bytes
         self.device = device
         self.table = StateTable()
         self._leases = LeaseTable()
@@ -82,9 +91,10 @@ class Exporter:
         self._tasks: set[asyncio.Task[object]] = set()
         self._waiters: dict[StateKey, set[asyncio.Future[None]]] = {}
         self._one_load = asyncio.Lock()
+        self._promised: dict[Generation, int] = {}
         self._reader_threads = reader_threads or min(4, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="wcache-export")
-        self._closing = False
+        self.closing = False
 
     # ---------------------------------------------------------------------------- loading
     def begin_load(
@@ -102,13 +112,14 @@ class Exporter:
         A backend asked for by name, here or of the whole daemon, is the only one it is served through.
         Raises StateExists, UnknownBackend, BackendUnavailable, Draining.
         """
-        if self._closing:
+        if self.closing:
             raise Draining
         wanted = self.backend if backend == "auto" else backend
         chosen = choose_for_device(self.device, wanted)
         generation = self.table.begin(key, source=path, config=config, replace=replace)
-        load = self._loads[generation] = Load(generation, open_source)
-        self._spawn(self._run_load(load, chosen, fixed=wanted != "auto"))
+        admit = partial(self._admit_from_thread, asyncio.get_running_loop(), generation)
+        load = self._loads[generation] = Load(generation, open_source, admit)
+        self.spawn(self._run_load(load, chosen, fixed=wanted != "auto"))
         return generation
 
     async def _run_load(self, load: Load, backend: WeightCacheTransportBackend, *, fixed: bool) -> None:
@@ -117,12 +128,7 @@ class Exporter:
             async with self._one_load:
                 loaded = await self._in_thread(partial(run_load, load, backend, self.device, self._reader_threads))
             generation.config = loaded.config | generation.config
-            generation.tensors = len(loaded.manifest.tensors)
-            generation.nbytes = loaded.manifest.tensor_bytes
-            generation.backends = (backend.name,)
-            self._exports[generation] = _Exports({backend.name: loaded.export}, fixed)
-            self._log_export(load, loaded)
-            effects = self.table.ready(generation)
+            effects = self._hold(generation, loaded.manifest, loaded.export, load.started, fixed=fixed)
         except LoadCancelled:
             effects = []
         except WeightCacheError as error:
@@ -132,34 +138,81 @@ class Exporter:
             effects = self.table.fail(generation, error)
         finally:
             del self._loads[generation]
+            self._promised.pop(generation, None)
         await self.perform(effects)
 
-    def _log_export(self, load: Load, loaded: Loaded) -> None:
-        manifest = loaded.manifest
+    async def adopt(self, generation: Generation, manifest: StateManifest, export: Export) -> None:
+        """Hold a state that a client has made: READY."""
+        self._promised.pop(generation, None)
+        started = time.monotonic()
+        await self.perform(self._hold(generation, manifest, export, started, fixed=self.backend != "auto"))
+
+    def _hold(
+        self, generation: Generation, manifest: StateManifest, export: Export, started: float, *, fixed: bool
+    ) -> list[Effect]:
+        generation.tensors = len(manifest.tensors)
+        generation.nbytes = generation.bytes_done = generation.bytes_total = manifest.tensor_bytes
+        generation.backends = (export.backend.name,)
+        generation.last_used = time.monotonic()
+        self._exports[generation] = _Exports({export.backend.name: export}, fixed)
+        self._log_export(generation, manifest, export, started)
+        return self.table.ready(generation)
+
+    async def admit(self, generation: Generation, nbytes: int) -> None:
+        """Promise `nbytes` to a generation, evicting what may be evicted.  Raises BudgetExceeded."""
+        if self.max_bytes is None:
+            return
+        ready = self.table.ready_states()
+        leaving = sum(g.nbytes for g in self._exports if not g.held)
+        taken = leaving + sum(self._promised.values())
+        evicted = plan_eviction(ready, nbytes, self.max_bytes, taken=taken)
+        self._promised[generation] = nbytes
+        for other in evicted:
+            logger.info("evicting %s, %.3f GiB, for %s", other.key, other.nbytes / 2**30, generation.key)
+        for other in evicted:
+            await self.unload(other.key.name, other.key.rank)
+
+    def _admit_from_thread(self, loop: asyncio.AbstractEventLoop, generation: Generation, nbytes: int) -> None:
+        asyncio.run_coroutine_threadsafe(self.admit(generation, nbytes), loop).result()
+
+    def withdraw_promise(self, generation: Generation) -> None:
+        """Give back what was promised to a generation that will not be."""
+        self._promised.pop(generation, None)
+
+    def pin(self, name: str, rank: int | None, *, pinned: bool) -> list[Generation]:
+        """Keep states from being evicted, or no longer.  Raises StateNotFound."""
+        found = [g for g in self.table if g.key.name == name and rank in (None, g.key.rank)]
+        if not found:
+            self.table.lookup(StateKey(name, rank or 0))
+        for generation in found:
+            generation.pinned = pinned
+        return found
+
+    def _log_export(self, generation: Generation, manifest: StateManifest, export: Export, started: float) -> None:
         hidden = sum(1 for entry in manifest.tensors if entry.kind is Kind.NON_PERSISTENT_BUFFER)
         logger.info(
             "exported %s generation %d: %d tensors, %d non-persistent buffers, transport %s, manifest %d bytes, "
             "%.3f GiB in %.2f s",
-            load.generation.key,
-            load.generation.number,
+            generation.key,
+            generation.number,
             len(manifest.tensors),
             hidden,
-            loaded.export.backend.name,
-            loaded.export.manifest_nbytes,
+            export.backend.name,
+            export.manifest_nbytes,
             manifest.tensor_bytes / 2**30,
-            time.monotonic() - load.started,
+            time.monotonic() - started,
         )
 
     async def loaded(self, generation: Generation, progress: Progress | None = None) -> None:
         """Wait until the load has ended.  Raises what it failed with, StateUnloaded or Draining."""
-        while generation.phase is Phase.LOADING and generation.held and not self._closing:
-            await self._wait(generation.key, PROGRESS_INTERVAL_S if progress else None)
+        while generation.phase is Phase.LOADING and generation.held and not self.closing:
+            await self.wait(generation.key, PROGRESS_INTERVAL_S if progress else None)
             if progress:
                 progress(generation.bytes_done, generation.bytes_total)
         if generation.phase is Phase.FAILED and generation.error is not None:
             raise generation.error
         if generation.phase is Phase.LOADING:
-            raise Draining if self._closing else StateUnloaded(name=generation.key.name, rank=generation.key.rank)
+            raise Draining if self.closing else StateUnloaded(name=generation.key.name, rank=generation.key.rank)
 
     # ------------------------------------------------------------------- serving a request
     async def ready(
@@ -172,7 +225,7 @@ class Exporter:
         started = time.monotonic()
         waited = False
         while True:
-            if self._closing:
+            if self.closing:
                 raise Draining
             try:
                 generation = self.table.lookup(key)
@@ -192,7 +245,7 @@ class Exporter:
                     bytes_total=generation.bytes_total,
                 )
             interval = PROGRESS_INTERVAL_S if progress else None
-            await self._wait(key, min((t for t in (left, interval) if t is not None), default=None))
+            await self.wait(key, min((t for t in (left, interval) if t is not None), default=None))
             waited = True
             if progress:
                 progress(generation.bytes_done, generation.bytes_total)
@@ -219,6 +272,7 @@ class Exporter:
         BackendUnavailable, Draining.
         """
         self.table.lease_granted(generation)
+        generation.last_used = time.monotonic()
         lease = self._leases.grant(connection, generation)
         try:
             return await self._provide(generation, tuple(accepted)), lease
@@ -241,7 +295,7 @@ class Exporter:
                 return export
             # Held on its own account, so that it ends in order when whoever asked for it has gone.
             self.table.lease_granted(generation)
-            task = exports.making[backend.name] = self._spawn(self._make_export(generation, exports, backend()))
+            task = exports.making[backend.name] = self.spawn(self._make_export(generation, exports, backend()))
         made = await asyncio.shield(task)
         if isinstance(made, WeightCacheError):
             raise made
@@ -281,7 +335,7 @@ class Exporter:
             await self.perform(self.table.lease_ended(generation))
 
     def _check_open(self) -> None:
-        if self._closing:
+        if self.closing:
             raise Draining
 
     async def release(self, connection: int, lease: int) -> None:
@@ -292,7 +346,7 @@ class Exporter:
         """End every lease of a connection that is gone."""
         effects = [e for generation in self._leases.drop(connection) for e in self.table.lease_ended(generation)]
         if effects:
-            self._spawn(self.perform(effects))
+            self.spawn(self.perform(effects))
 
     async def unload(self, name: str, rank: int | None) -> list[Generation]:
         """Forget states; holders keep their memory.  Raises StateNotFound."""
@@ -306,7 +360,7 @@ class Exporter:
         for effect in effects:
             match effect:
                 case Wake(key):
-                    self._wake(key)
+                    self.wake(key)
                 case Cancel(generation):
                     self._loads[generation].cancelled = True
                 case Discard(generation):
@@ -314,11 +368,11 @@ class Exporter:
 
     def stop_loading(self) -> None:
         """Load nothing more; whoever waits for a load is told Draining."""
-        self._closing = True
+        self.closing = True
         for load in self._loads.values():
             load.cancelled = True
         for key in list(self._waiters):
-            self._wake(key)
+            self.wake(key)
 
     async def close(self) -> None:
         """Give up every state; holders keep their memory."""
@@ -331,7 +385,7 @@ class Exporter:
             await self._in_thread(exports.close)
         self._threads.shutdown(wait=False)
 
-    async def _wait(self, key: StateKey, timeout: float | None) -> None:
+    async def wait(self, key: StateKey, timeout: float | None) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters = self._waiters.setdefault(key, set())
         waiters.add(future)
@@ -342,12 +396,12 @@ class Exporter:
             if not waiters and self._waiters.get(key) is waiters:
                 del self._waiters[key]
 
-    def _wake(self, key: StateKey) -> None:
+    def wake(self, key: StateKey) -> None:
         for future in self._waiters.pop(key, set()):
             if not future.done():
                 future.set_result(None)
 
-    def _spawn(self, coroutine: Coroutine[None, None, T]) -> "asyncio.Task[T]":
+    def spawn(self, coroutine: Coroutine[None, None, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -37,7 +37,8 @@ class Daemon:
 
     An asynchronous context manager: entering takes the lock and the socket, leaving drains
     and gives both up.  `backend` is a transport's name or ``auto``; `device` the torch device
-    states are kept on; `drain_timeout` is in seconds.
+    states are kept on; `drain_timeout` is in seconds.  With `max_bytes`, states that nobody holds or
+    has pinned make room for new ones, least recently used first.
 
     Entering raises AddressInUse, AddressTooLong, AddressNotTrusted, UnknownBackend, BackendUnavailable.
     """
@@ -51,6 +52,7 @@ class Daemon:
         limits: ServerLimits | None = None,
         drain_timeout: float = 30.0,
         reader_threads: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.socket_path = os.fspath(socket_path) if socket_path is not None else default_socket_path()
         self.instance = secrets.token_hex(8)
@@ -60,6 +62,7 @@ class Daemon:
         self._backend = backend
         self._device = device
         self._reader_threads = reader_threads
+        self._max_bytes = max_bytes
         self._lock: SocketLock | None = None
         self._listener: Listener | None = None
         self._server: Server | None = None
@@ -76,7 +79,12 @@ class Daemon:
 
     async def start(self) -> None:
         """Take lock and socket, and accept clients."""
-        exporter = Exporter(backend=self._backend, device=self._device, reader_threads=self._reader_threads)
+        exporter = Exporter(
+            backend=self._backend,
+            device=self._device,
+            reader_threads=self._reader_threads,
+            max_bytes=self._max_bytes,
+        )
         server = Server(
             exporter,
             socket_path=self.socket_path,

@@ -11,20 +11,18 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from wcache_async.backends.base import ResponseSender, StateWriter, WeightCacheTransportBackend
-from wcache_async.backends.memfd import read_memfd, sealed_memfd
+from wcache_async.backends.carried import pack_manifest
+from wcache_async.backends.memfd import read_memfd
 from wcache_async.daemon.states import Generation
 from wcache_async.errors import SourceError, WeightCacheError
-from wcache_async.manifest import Config, StateManifest, StateSpec, decode_manifest, encode_manifest, spec_of
+from wcache_async.manifest import Config, StateManifest, StateSpec, decode_manifest, spec_of
 from wcache_async.protocol.messages import FetchStateResponse
 from wcache_async.sockets.fds import OwnedFd
 from wcache_async.sources.base import Source
 
-__all__ = ["INLINE_MANIFEST_NBYTES", "Export", "Load", "LoadCancelled", "Loaded", "copy_export", "run_load"]
+__all__ = ["Export", "Load", "LoadCancelled", "Loaded", "copy_export", "run_load"]
 
 logger = logging.getLogger("wcache_async.daemon")
-
-INLINE_MANIFEST_NBYTES = 32 << 10
-"""A larger manifest travels as a sealed memfd, so that a fetch costs the same at any tensor count."""
 
 
 @dataclass(slots=True)
@@ -41,14 +39,13 @@ class Export:
     @classmethod
     def of(cls, backend: WeightCacheTransportBackend, manifest: StateManifest) -> Self:
         """The export of what `backend` holds."""
-        body = encode_manifest(manifest)
-        large = len(body) > INLINE_MANIFEST_NBYTES
+        inline, fd, nbytes = pack_manifest(manifest)
         devices = {arena.device for arena in manifest.arenas}
         return cls(
             backend=backend,
-            manifest=None if large else body,
-            manifest_fd=sealed_memfd("wcache-manifest", body) if large else None,
-            manifest_nbytes=len(body),
+            manifest=inline,
+            manifest_fd=fd,
+            manifest_nbytes=nbytes,
             device=devices.pop() if len(devices) == 1 else "",
         )
 
@@ -89,6 +86,8 @@ class Load:
 
     generation: Generation
     open_source: Callable[[], Source]
+    admit: Callable[[int], None]
+    """Makes room for that many bytes, or raises BudgetExceeded; blocks."""
     cancelled: bool = False
     started: float = field(default_factory=time.monotonic)
 
@@ -110,13 +109,17 @@ class Loaded:
 
 
 def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, threads: int) -> Loaded:
-    """Load it all.  Raises SourceError, InsufficientMemory, LoadCancelled, with everything given back."""
+    """Load it all.
+
+    Raises SourceError, InsufficientMemory, BudgetExceeded, LoadCancelled, with everything given back.
+    """
     path = load.generation.source
     try:
         with load.open_source() as source:
             spec = source.open()
             load.generation.bytes_total = spec.nbytes
             load.advance(0)
+            load.admit(spec.nbytes)
             writer = backend.begin_export(spec, device=device)
             try:
                 _fill(spec, source, load, threads, writer)

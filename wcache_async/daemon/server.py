@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from wcache_async.backends.base import TORCH_IPC_BACKEND
+from wcache_async.backends.carried import CarriedFds
 from wcache_async.backends.registry import choose_for_device
 from wcache_async.daemon.exporter import Exporter, Progress
-from wcache_async.daemon.states import StateKey
+from wcache_async.daemon.publishing import Publishing
+from wcache_async.daemon.states import Generation, StateKey
 from wcache_async.daemon.status import describe, describe_all
 from wcache_async.errors import (
     Draining,
     InvalidRequest,
+    MalformedMessage,
     PeerNotAllowed,
     PeerTimeout,
     ProtocolError,
@@ -33,6 +36,10 @@ from wcache_async.errors import (
 )
 from wcache_async.protocol.connection import Connection, EndOfStream, Received, Role, Violation
 from wcache_async.protocol.messages import (
+    Abandon,
+    AbandonResponse,
+    BuildTicket,
+    Claim,
     ErrorResponse,
     FetchState,
     FetchStateResponse,
@@ -42,6 +49,10 @@ from wcache_async.protocol.messages import (
     LoadProgress,
     LoadResponse,
     Message,
+    Pin,
+    PinResponse,
+    Publish,
+    PublishResponse,
     Release,
     ReleaseResponse,
     Status,
@@ -84,6 +95,7 @@ class Server:
         self, exporter: Exporter, *, socket_path: str, version: str, instance: str, limits: ServerLimits
     ) -> None:
         self.exporter = exporter
+        self.publishing = Publishing(exporter)
         self.socket_path = socket_path
         self.version = version
         self.instance = instance
@@ -219,6 +231,7 @@ class Session:
                 task.cancel()
             if self._requests:
                 await asyncio.wait(self._requests)
+            self.server.publishing.drop(self.number)
             self.exporter.drop(self.number)
             self.stream.close()
 
@@ -263,9 +276,15 @@ class Session:
                     return await self.server.farewell(self.stream)
                 case Violation():
                     pass  # Already answered; the connection goes on.
+                case Received(request_id, Publish() as message, fds):
+                    self._spawn(request_id, message, fds)
                 case Received(request_id, message, fds):
                     for fd in fds:
                         fd.close()
+                    if fds:
+                        wrong = MalformedMessage(reason=f"{type_of(message)} carries no fds, {len(fds)} came")
+                        self.stream.send(request_id, ErrorResponse.of(wrong))
+                        return await self.server.farewell(self.stream)
                     if self._must_wait(message):
                         self._spawn(request_id, message)
                     else:
@@ -275,7 +294,7 @@ class Session:
         match message:
             case FetchState(name=name, rank=rank):
                 return not self.exporter.serves_at_once(StateKey(name, rank), self._accepted(message))
-            case Load() | Unload():
+            case Load() | Unload() | Claim():
                 return True
             case _:
                 return False
@@ -283,21 +302,23 @@ class Session:
     def _accepted(self, request: FetchState) -> tuple[str, ...]:
         return self.backends if request.backends is None else request.backends
 
-    def _spawn(self, request_id: int, message: Message) -> None:
+    def _spawn(self, request_id: int, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
         limit = self.server.limits.max_requests_in_flight
         if len(self._requests) >= limit:
+            for fd in fds:
+                fd.close()
             self.stream.send(request_id, ErrorResponse.of(TooManyRequests(limit=limit)))
             return
-        task = asyncio.get_running_loop().create_task(self._answer(request_id, message))
+        task = asyncio.get_running_loop().create_task(self._answer(request_id, message, fds))
         self._requests.add(task)
         task.add_done_callback(self._requests.discard)
 
-    async def _answer(self, request_id: int, message: Message) -> None:
+    async def _answer(self, request_id: int, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
         """Answer one request.  What fails the request is told; what fails the connection ends it."""
         self.server.request_begun()
         try:
             try:
-                await self._handle(request_id, message)
+                await self._handle(request_id, message, fds)
             except ProtocolError:
                 raise
             except WeightCacheError as error:
@@ -313,8 +334,10 @@ class Session:
         finally:
             self.server.request_ended()
 
-    async def _handle(self, request_id: int, message: Message) -> None:
+    async def _handle(self, request_id: int, message: Message, fds: Sequence[OwnedFd]) -> None:
         if self.server.draining and not isinstance(message, Status | Release):
+            for fd in fds:
+                fd.close()
             raise Draining
         match message:
             case FetchState():
@@ -332,6 +355,16 @@ class Session:
                     request_id,
                     UnloadResponse(unloaded=tuple(str(g.key) for g in gone), bytes=sum(g.nbytes for g in gone)),
                 )
+            case Publish():
+                await self._publish(request_id, message, fds)
+            case Claim():
+                await self._claim(request_id, message)
+            case Abandon(ticket=ticket):
+                await self.server.publishing.abandon(self.number, ticket)
+                self.stream.send(request_id, AbandonResponse())
+            case Pin(name=name, rank=rank, pinned=pinned):
+                states = self.exporter.pin(name, rank, pinned=pinned)
+                self.stream.send(request_id, PinResponse(states=tuple(str(state.key) for state in states)))
             case Stop():
                 self.stream.send(request_id, StopResponse(pid=os.getpid()))
                 self.server.stop_requested.set()
@@ -345,12 +378,44 @@ class Session:
             timeout=request.timeout,
             progress=self._progress(request_id) if request.progress else None,
         )
-        export, lease = await self.exporter.grant(self.number, generation, self._accepted(request))
+        await self._send_state(request_id, generation, self._accepted(request))
+
+    async def _send_state(self, request_id: int, generation: Generation, accepted: Sequence[str]) -> None:
+        export, lease = await self.exporter.grant(self.number, generation, accepted)
         try:
             await export.send(_Reply(self.stream, request_id, self.server.limits.write_timeout), generation, lease)
         except BaseException:
             await self.exporter.release(self.number, lease)
             raise
+
+    async def _claim(self, request_id: int, request: Claim) -> None:
+        if not request.name:
+            raise InvalidRequest(field="name", reason="it is empty")
+        generation, ticket = await self.server.publishing.claim(
+            self.number,
+            StateKey(request.name, request.rank),
+            config=request.config,
+            timeout=request.timeout,
+            progress=self._progress(request_id) if request.progress else None,
+        )
+        if ticket:
+            self.stream.send(request_id, BuildTicket(ticket=ticket))
+        else:
+            await self._send_state(request_id, generation, self.backends)
+
+    async def _publish(self, request_id: int, request: Publish, fds: Sequence[OwnedFd]) -> None:
+        carried = CarriedFds(fds)
+        try:
+            if not request.name:
+                raise InvalidRequest(field="name", reason="it is empty")
+            generation = await self.server.publishing.publish(self.number, request, carried)
+        except ProtocolError as error:
+            # The frames are in step: what the message says of itself is wrong, and costs only its request.
+            self.stream.send(request_id, ErrorResponse.of(error))
+            return
+        finally:
+            carried.close()
+        self.stream.send(request_id, PublishResponse(state=describe(generation)))
 
     async def _load(self, request_id: int, request: Load) -> None:
         if not os.path.isabs(request.path) and request.source != "transformers":

@@ -14,6 +14,7 @@ LOADING    ready, another was READY     READY                         Discard ol
 LOADING    fail                         FAILED                        Wake
 LOADING    fail, another was READY      (nothing), READY stays        Wake
 LOADING    unload                       (nothing)                     Cancel, Wake
+LOADING    withdraw                     (nothing), or READY stays     Wake
 READY      unload                       (nothing)                     Discard, Wake
 FAILED     unload                       (nothing)
 ========== ============================ ============================= =====================
@@ -65,6 +66,13 @@ class Generation:
     error: WeightCacheError | None = None
     """Why it is FAILED; on a READY one, why the generation meant to replace it failed."""
     leases: int = 0
+    builder: int | None = None
+    """The connection that builds it, while a client does."""
+    is_build: bool = False
+    """Whether clients build it, not this daemon."""
+    pinned: bool = False
+    last_used: float = 0.0
+    """When it was last leased or let go, on the monotonic clock in seconds."""
     held: bool = True
     """Whether the table still names it."""
 
@@ -110,6 +118,10 @@ class StateTable:
         """The generation each key stands for now, by name and rank."""
         for key in sorted(self._slots):
             yield self._slots[key].current
+
+    def ready_states(self) -> list[Generation]:
+        """Every generation that is READY, for a budget to count."""
+        return [slot.current for slot in self._slots.values() if slot.current.phase is Phase.READY]
 
     def loading(self) -> list[Generation]:
         """Every generation being loaded, pending replacements included."""
@@ -159,6 +171,23 @@ class StateTable:
             slot.current.error = error
         return [Wake(generation.key)]
 
+    def withdraw(self, generation: Generation) -> list[Effect]:
+        """A generation that was begun will not be made after all: as if it had never been."""
+        if not generation.held:
+            return []
+        generation.held = False
+        slot = self._slots[generation.key]
+        if slot.pending is generation:
+            slot.pending = None
+        else:
+            del self._slots[generation.key]
+        return [Wake(generation.key)]
+
+    def find(self, key: StateKey) -> Generation | None:
+        """What a key stands for now, in whatever phase."""
+        slot = self._slots.get(key)
+        return None if slot is None else slot.current
+
     def unload(self, name: str, rank: int | None) -> tuple[list[Generation], list[Effect]]:
         """Forget one rank, or every rank, of a state.  Raises StateNotFound if there is none."""
         keys = [key for key in sorted(self._slots) if key.name == name and rank in (None, key.rank)]
@@ -200,7 +229,7 @@ class StateTable:
     def _let_go(self, generation: Generation) -> list[Effect]:
         generation.held = False
         if generation.phase is Phase.LOADING:
-            return [Cancel(generation)]
+            return [] if generation.is_build else [Cancel(generation)]
         if generation.phase is Phase.READY and not generation.leases:
             return [Discard(generation)]
         return []

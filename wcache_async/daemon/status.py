@@ -23,6 +23,7 @@ def describe(generation: Generation) -> StateStatus:
         config=generation.config,
         error=None if generation.error is None else str(generation.error),
         source=generation.source,
+        pinned=generation.pinned,
     )
 
 

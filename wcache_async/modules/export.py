@@ -5,15 +5,16 @@ training modes, tensors held as plain attributes, and the scalars its classes li
 ``wcache_scalars``.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.backends.storages import StorageRegion, describe_tensors
 from wcache_async.errors import ExportError, ModuleError
-from wcache_async.manifest import Config, Kind, ModuleRecord, StateSpec, WrappedTensor
+from wcache_async.manifest import Config, Kind, ModuleRecord, StateManifest, StateSpec, WrappedTensor
 from wcache_async.modules.walk import Held, Walked, walk
 from wcache_async.modules.wrapped import is_plain, take_apart, type_name
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["SCALARS_ATTRIBUTE", "describe_module", "scalars_of"]
+__all__ = ["SCALARS_ATTRIBUTE", "copy_region", "describe_module", "export_state", "scalars_of"]
+
+_CHUNK_NBYTES = 16 << 20
 
 SCALARS_ATTRIBUTE = "wcache_scalars"
 """A module class lists under this name the plain attributes that are exported with it."""
@@ -57,6 +60,47 @@ def describe_module(
     except ExportError as error:
         raise ModuleError(path=error.tensor, reason=error.reason) from error
     return msgspec.structs.replace(spec, module=_record(module, walked, flat, spec)), regions
+
+
+def export_state(
+    module_or_tensors: "nn.Module | Mapping[str, torch.Tensor]", backend: WeightCacheTransportBackend
+) -> StateManifest:
+    """Copy a module's state, or named tensors, into arenas of `backend`.  Blocks.
+
+    Raises ModuleError, ExportError, InsufficientMemory, BackendUnavailable, with everything given back.
+    """
+    from torch import nn
+
+    devices = backend.capabilities.devices
+    if isinstance(module_or_tensors, nn.Module):
+        spec, regions = describe_module(module_or_tensors, backend=backend.name, devices=devices)
+    else:
+        named = {name: (tensor, isinstance(tensor, nn.Parameter)) for name, tensor in module_or_tensors.items()}
+        spec, regions = describe_tensors(named, backend=backend.name, devices=devices)
+    writer = backend.begin_export(spec)
+    try:
+        for number, region in enumerate(regions):
+            with writer.storage(number) as into:
+                copy_region(region, into, lambda _: None)
+        return writer.finish()
+    finally:
+        writer.abort()
+
+
+def copy_region(region: StorageRegion, into: memoryview, advance: Callable[[int], None]) -> None:
+    """Fill `into` with a region's bytes, wherever it is, telling `advance` of each piece.  Blocks."""
+    if not region.nbytes:
+        return
+    import torch
+
+    storage = region.tensors[0].untyped_storage()
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    source.set_(storage, region.address - storage.data_ptr(), (region.nbytes,), (1,))
+    target = torch.frombuffer(into, dtype=torch.uint8)
+    for start in range(0, region.nbytes, _CHUNK_NBYTES):
+        end = min(start + _CHUNK_NBYTES, region.nbytes)
+        target[start:end].copy_(source[start:end])
+        advance(end - start)
 
 
 def _flatten(flat: _Flat, name: str, held: Held) -> None:

@@ -69,6 +69,8 @@ F = TypeVar("F")
 MAX_HELLO_NBYTES: Final = 4 << 10
 MAX_REQUEST_NBYTES: Final = 64 << 10
 MAX_RESPONSE_NBYTES: Final = 64 << 20
+MAX_PUBLISHED_FDS: Final = 253
+"""fds a request may carry: a manifest's, and as many arenas as fit into one message."""
 
 
 class Role(Enum):
@@ -226,6 +228,8 @@ class Connection(Generic[F]):
             return self._violate(request_id, error, fatal=True, fds=fds)
         self.phase = Phase.OPEN
         self._decoder.max_body = self._max_open
+        if self.role is Role.DAEMON:
+            self._decoder.max_fds = MAX_PUBLISHED_FDS
         self._events.append(Received(request_id, message, fds))
         return None
 

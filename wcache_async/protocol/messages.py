@@ -22,6 +22,10 @@ from wcache_async.manifest import Config, NonNegative
 
 __all__ = [
     "PROTOCOL_VERSIONS",
+    "Abandon",
+    "AbandonResponse",
+    "BuildTicket",
+    "Claim",
     "ErrorResponse",
     "FetchState",
     "FetchStateResponse",
@@ -31,6 +35,10 @@ __all__ = [
     "LoadProgress",
     "LoadResponse",
     "Message",
+    "Pin",
+    "PinResponse",
+    "Publish",
+    "PublishResponse",
     "Release",
     "ReleaseResponse",
     "Request",
@@ -128,11 +136,59 @@ class Unload(_Message, frozen=True, kw_only=True, tag="unload"):
     rank: NonNegative | None = None
 
 
+class Publish(_Message, frozen=True, kw_only=True, tag="publish"):
+    """Hand over a state the client has built; the daemon adopts the frame's fds once it has checked them.
+
+    The fds and the fields are as in FetchStateResponse, the other way round.  `ticket` is a
+    BuildTicket's, or 0 for a state nobody was told to build.
+    """
+
+    name: str
+    rank: NonNegative = 0
+    config: Config = {}
+    manifest_nbytes: NonNegative
+    transport_backend: str
+    manifest: bytes | None = None
+    payload: bytes = b""
+    ticket: NonNegative = 0
+    replace: bool = False
+    source: str = ""
+
+
+class Claim(_Message, frozen=True, kw_only=True, tag="claim"):
+    """Ask for a state, or else to be the one who builds it.
+
+    Answered by FetchStateResponse once it is READY, or by BuildTicket, which exactly one
+    client holds at a time for a name and rank: when its holder goes, the next one gets it.
+    `config` is compared as a whole.
+    """
+
+    name: str
+    rank: NonNegative = 0
+    config: Config = {}
+    timeout: Seconds | None = None
+    progress: bool = False
+
+
+class Abandon(_Message, frozen=True, kw_only=True, tag="abandon"):
+    """Give a BuildTicket back unused; who waits next gets it."""
+
+    ticket: NonNegative
+
+
+class Pin(_Message, frozen=True, kw_only=True, tag="pin"):
+    """Keep a state (every rank without `rank`) from being evicted, or no longer."""
+
+    name: str
+    rank: NonNegative | None = None
+    pinned: bool = True
+
+
 class Stop(_Message, frozen=True, kw_only=True, tag="stop"):
     """Shut the daemon down as SIGTERM does."""
 
 
-Request = Hello | FetchState | Release | Status | Load | Unload | Stop
+Request = Hello | FetchState | Release | Status | Load | Unload | Publish | Claim | Abandon | Pin | Stop
 
 
 # --------------------------------------------------------------------------------- responses
@@ -202,6 +258,7 @@ class StateStatus(Struct, frozen=True, kw_only=True):
     config: Config = {}
     error: str | None = None
     source: str = ""
+    pinned: bool = False
 
 
 class StatusResponse(_Message, frozen=True, kw_only=True, tag="status_response"):
@@ -227,6 +284,28 @@ class UnloadResponse(_Message, frozen=True, kw_only=True, tag="unload_response")
 
     unloaded: tuple[str, ...]
     bytes: NonNegative = 0
+
+
+class PublishResponse(_Message, frozen=True, kw_only=True, tag="publish_response"):
+    """The state as it was adopted: READY."""
+
+    state: StateStatus
+
+
+class BuildTicket(_Message, frozen=True, kw_only=True, tag="build_ticket"):
+    """This client is to build the state, and publish it with `ticket`."""
+
+    ticket: NonNegative
+
+
+class AbandonResponse(_Message, frozen=True, kw_only=True, tag="abandon_response"):
+    """The ticket is given back."""
+
+
+class PinResponse(_Message, frozen=True, kw_only=True, tag="pin_response"):
+    """The states that are pinned, or no longer, as ``name:rank``."""
+
+    states: tuple[str, ...] = ()
 
 
 class StopResponse(_Message, frozen=True, kw_only=True, tag="stop_response"):
@@ -263,6 +342,10 @@ Response = (
     | StatusResponse
     | LoadResponse
     | UnloadResponse
+    | PublishResponse
+    | BuildTicket
+    | AbandonResponse
+    | PinResponse
     | StopResponse
     | ErrorResponse
 )

@@ -7,18 +7,15 @@ import msgspec
 
 from wcache_async.errors import ModuleError, SourceError
 from wcache_async.manifest import Config, StateSpec
-from wcache_async.modules.export import describe_module
+from wcache_async.modules.export import copy_region, describe_module
 from wcache_async.sources.base import Advance, Source
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from wcache_async.backends.storages import StorageRegion
 
 __all__ = ["ModuleSource"]
-
-_CHUNK_NBYTES = 16 << 20
 
 
 class ModuleSource(Source):
@@ -66,16 +63,7 @@ class ModuleSource(Source):
         region = self._regions[storage]
         if region is None:
             raise SourceError(path=self.path, reason=f"storage {storage} was read before, and let go")
-        if region.nbytes:
-            import torch
-
-            source = _bytes_of(region)
-            target = torch.frombuffer(into, dtype=torch.uint8)
-            for start in range(0, region.nbytes, _CHUNK_NBYTES):
-                end = min(start + _CHUNK_NBYTES, region.nbytes)
-                target[start:end].copy_(source[start:end])
-                advance(end - start)
-            del source, target
+        copy_region(region, into, advance)
         self._regions[storage] = None
 
     def close(self) -> None:
@@ -92,12 +80,3 @@ def _describe(module: "nn.Module", spec: StateSpec) -> Config:
         "module": type(module).__qualname__,
         "torch_version": str(torch.__version__),
     }
-
-
-def _bytes_of(region: "StorageRegion") -> "torch.Tensor":
-    """The region as uint8, of shape ``(nbytes,)``, on the device it is on."""
-    import torch
-
-    storage = region.tensors[0].untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, region.address - storage.data_ptr(), (region.nbytes,))  # type: ignore[no-any-return,call-overload]
