@@ -79,8 +79,9 @@ demo: $(STAMP) ## Serve a 1 GiB checkpoint to four processes at once, and check 
 	@$(BIN)/python benchmarks/demo.py
 
 .PHONY: bench
-bench: $(STAMP) ## Measure attaching beside what else there is
-	@$(BIN)/python benchmarks/attach.py
+bench: $(STAMP) ## Measure attaching beside what else there is, and put the table into README.md
+	@$(BIN)/python benchmarks/attach.py --update-readme
+	$(BIN)/python benchmarks/slow_peers.py
 
 .PHONY: clean
 clean: ## Remove what building and testing leave behind, but not .venv

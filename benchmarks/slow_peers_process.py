@@ -42,7 +42,8 @@ async def trickling(address: str, sock: socket.socket) -> None:
 
 async def _ask(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, _frame(0, Hello(versions=PROTOCOL_VERSIONS, client="slow", pid=os.getpid())))
+    hello = Hello(versions=PROTOCOL_VERSIONS, client="slow", pid=os.getpid(), backends=("shm_fd",))
+    await loop.sock_sendall(sock, _frame(0, hello))
     number = 0
     while True:
         number += 1
