@@ -17,22 +17,26 @@ from wcache_async.backends.cuda_driver import Attribute
 from wcache_async.backends.worker import Worker
 from wcache_async.errors import BackendUnavailable, CudaDriverError
 
-__all__ = ["FINDER", "Device", "device_by_name", "device_by_uuid"]
+__all__ = ["FINDER", "Device", "check_device", "device_by_name"]
 
 FINDER: Final = Worker("wcache-cuda")
 """Where to look for devices off an event loop: the first look initialises CUDA and makes a context."""
 
 
 class Device:
-    """A GPU of this process; get one from `device_by_name` or `device_by_uuid`."""
+    """A GPU of this process; get one from `device_by_name`."""
 
     def __init__(self, ordinal: int, uuid: str) -> None:
         self.ordinal = ordinal
         self.uuid = uuid
         self._context = cuda_driver.retain_primary_context(ordinal)
-        with self.context():
-            self.granularity = cuda_driver.granularity(ordinal)
-            """What arenas' sizes are multiples of, in bytes."""
+        try:
+            with self.context():
+                self.granularity = cuda_driver.granularity(ordinal)
+                """What arenas' sizes are multiples of, in bytes."""
+        except BaseException:
+            cuda_driver.release_primary_context(ordinal)
+            raise
         self.thread = Worker(f"wcache-cuda-{ordinal}", self.context)
         """Does its jobs with the device's context current."""
         self.thread.start()  # Finalisers cannot.
@@ -57,42 +61,20 @@ class Device:
             cuda_driver.synchronize()
 
 
+def check_device(name: str) -> None:
+    """Whether there is such a device, and it can do what sharing takes; makes no context on it.
+
+    Blocks.  Raises BackendUnavailable, CudaDriverError.
+    """
+    _check(*_resolve(name))
+
+
 def device_by_name(name: str) -> Device:
-    """The device torch calls ``cuda:N``, or by ``GPU-…`` UUID; ``cuda`` is the first.
+    """The device that torch calls ``cuda:N``, or by ``GPU-…`` UUID; ``cuda`` is the first.
 
     Blocks.  Raises BackendUnavailable, CudaDriverError.
     """
-    if name.startswith("GPU-"):
-        return device_by_uuid(name)
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (name == "cuda" or (number.isascii() and number.isdigit())):
-        raise _unavailable(f"it holds memory of CUDA devices, and {name!r} was asked for")
-    ordinal = int(number or 0)
-    uuids = _visible_uuids()
-    if ordinal >= len(uuids):
-        raise _unavailable(f"{name} was asked for, and {_seen(uuids)}")
-    return _device(ordinal, uuids[ordinal])
-
-
-def device_by_uuid(uuid: str) -> Device:
-    """The device with that UUID, whatever its number in this process.
-
-    Blocks.  Raises BackendUnavailable, CudaDriverError.
-    """
-    uuids = _visible_uuids()
-    if uuid not in uuids:
-        raise _unavailable(
-            f"the state is on {uuid}, and {_seen(uuids)}; add it to CUDA_VISIBLE_DEVICES (an instance of a GPU "
-            "in MIG mode is a device of its own, and can be shared only by processes on that very instance)"
-        )
-    return _device(uuids.index(uuid), uuid)
-
-
-_devices: dict[tuple[int, int], Device] = {}
-_lock = threading.Lock()
-
-
-def _device(ordinal: int, uuid: str) -> Device:
+    ordinal, uuid = _resolve(name)
     with _lock:
         key = (os.getpid(), ordinal)
         device = _devices.get(key)
@@ -100,6 +82,31 @@ def _device(ordinal: int, uuid: str) -> Device:
             _check(ordinal, uuid)
             device = _devices[key] = Device(ordinal, uuid)
         return device
+
+
+_lock = threading.Lock()
+_devices: dict[tuple[int, int], Device] = {}
+_uuids: dict[int, list[str]] = {}
+"""By process id, as a forked process has no CUDA; what a process sees never changes."""
+
+
+def _resolve(name: str) -> tuple[int, str]:
+    """Ordinal and UUID of a device."""
+    uuids = _visible_uuids()
+    if name.startswith("GPU-"):
+        if name not in uuids:
+            raise _unavailable(
+                f"the state is on {name}, and {_seen(uuids)}; add it to CUDA_VISIBLE_DEVICES (an instance of a "
+                "GPU in MIG mode is a device of its own, and can be shared only by processes on that very instance)"
+            )
+        return uuids.index(name), name
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (name == "cuda" or (number.isascii() and number.isdigit())):
+        raise _unavailable(f"it holds memory of CUDA devices, and {name!r} was asked for")
+    ordinal = int(number or 0)
+    if ordinal >= len(uuids):
+        raise _unavailable(f"{name} was asked for, and {_seen(uuids)}")
+    return ordinal, uuids[ordinal]
 
 
 def _check(ordinal: int, uuid: str) -> None:
@@ -113,9 +120,12 @@ def _check(ordinal: int, uuid: str) -> None:
 
 
 def _visible_uuids() -> list[str]:
+    known = _uuids.get(os.getpid())
+    if known is not None:
+        return known
     try:
         cuda_driver.initialize()
-        return [cuda_driver.device_uuid(ordinal) for ordinal in range(cuda_driver.device_count())]
+        found = [cuda_driver.device_uuid(ordinal) for ordinal in range(cuda_driver.device_count())]
     except CudaDriverError as error:
         forked = (
             "; a process forked from one that used CUDA cannot use it: start it with the spawn method"
@@ -123,6 +133,8 @@ def _visible_uuids() -> list[str]:
             else ""
         )
         raise _unavailable(f"CUDA cannot be used: {error}{forked}") from error
+    _uuids[os.getpid()] = found
+    return found
 
 
 def _seen(uuids: list[str]) -> str:

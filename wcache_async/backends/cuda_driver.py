@@ -25,7 +25,6 @@ __all__ = [
     "create_allocation",
     "device_attribute",
     "device_count",
-    "device_of_allocation",
     "device_uuid",
     "export_allocation",
     "free_addresses",
@@ -37,6 +36,7 @@ __all__ = [
     "pop_context",
     "push_context",
     "release_allocation",
+    "release_primary_context",
     "remove_mapping",
     "reserve_addresses",
     "retain_primary_context",
@@ -109,6 +109,11 @@ def retain_primary_context(ordinal: int) -> int:
     return _int("cuDevicePrimaryCtxRetain", ordinal)
 
 
+def release_primary_context(ordinal: int) -> None:
+    """Undo one `retain_primary_context`."""
+    _call("cuDevicePrimaryCtxRelease", ordinal)
+
+
 def push_context(context: int) -> None:
     """Make it the calling thread's."""
     _call("cuCtxPushCurrent", context)
@@ -155,11 +160,6 @@ def export_allocation(handle: int) -> int:
 def import_allocation(fd: int) -> int:
     """A handle on the allocation behind `fd`, which remains the caller's to close."""
     return _int("cuMemImportFromShareableHandle", fd, _posix_fd())
-
-
-def device_of_allocation(handle: int) -> int:
-    """The ordinal of the device that an allocation's memory is on."""
-    return int(_value("cuMemGetAllocationPropertiesFromHandle", handle).location.id)  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------- virtual addresses

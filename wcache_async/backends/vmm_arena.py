@@ -12,15 +12,25 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from wcache_async.backends import cuda_driver
-from wcache_async.backends.cuda_device import Device
+from wcache_async.backends.base import VMM_FD_BACKEND
+from wcache_async.backends.cuda_device import Device, device_by_name
 from wcache_async.backends.device_memory import tensor_at
-from wcache_async.errors import CudaDriverError, InsufficientMemory
+from wcache_async.errors import BackendUnavailable, CudaDriverError, InsufficientMemory, InvalidManifest
+from wcache_async.manifest import StateManifest
 from wcache_async.sockets.fds import OwnedFd
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Allocation", "Mapping", "insufficient_memory", "map_arena", "memory_of"]
+__all__ = [
+    "ALIGNMENT",
+    "Allocation",
+    "Mapping",
+    "device_of",
+    "insufficient_memory",
+    "map_arena",
+    "memory_of",
+]
 
 logger = logging.getLogger("wcache_async.backends")
 
@@ -194,3 +204,40 @@ def insufficient_memory(device: Device, needed: int) -> InsufficientMemory:
     """The error for `needed` bytes the device could not give.  Blocks."""
     available, _ = device.memory_info()
     return InsufficientMemory(needed=needed, available=available, limit=f"free memory of {device.uuid}")
+
+
+def device_of(manifest: StateManifest) -> Device:
+    """The device a manifest's arenas are on, all being such as it can have.
+
+    Blocks.  Raises InvalidManifest, BackendUnavailable, CudaDriverError.
+    """
+    device = device_by_name(_only_device(manifest))
+    _check_arenas(manifest, device)
+    return device
+
+
+def _only_device(manifest: StateManifest) -> str:
+    devices = sorted({arena.device for arena in manifest.arenas})
+    if len(devices) > 1:
+        raise BackendUnavailable(
+            name=VMM_FD_BACKEND,
+            reason=f"the state is on {len(devices)} devices ({', '.join(devices)}) and only states on one are "
+            "carried: give each GPU's tensors a rank of their own",
+        )
+    # A number would mean another GPU in each process.
+    if not devices or not devices[0].startswith("GPU-"):
+        raise InvalidManifest(tensor="", reason=f"arenas on {devices}, where one GPU's UUID was expected")
+    return devices[0]
+
+
+def _check_arenas(manifest: StateManifest, device: Device) -> None:
+    for number, arena in enumerate(manifest.arenas):
+        if not arena.nbytes or arena.nbytes % device.granularity:
+            raise InvalidManifest(
+                tensor="",
+                reason=f"arena {number} has {arena.nbytes} bytes, no multiple of the {device.granularity} that "
+                f"{device.uuid} allocates by",
+            )
+    _, total = device.memory_info()
+    if manifest.tensor_bytes > total:
+        raise InvalidManifest(tensor="", reason=f"arenas of {manifest.tensor_bytes} bytes on a device of {total}")

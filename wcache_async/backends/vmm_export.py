@@ -2,7 +2,7 @@
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +15,7 @@ from wcache_async.backends.device_memory import torch_device
 from wcache_async.backends.mapping import Access, map_pages
 from wcache_async.backends.views import ArenaViews
 from wcache_async.backends.vmm_arena import ALIGNMENT, Allocation, Mapping, insufficient_memory, memory_of
+from wcache_async.backends.vmm_held import HeldArenas
 from wcache_async.errors import CudaDriverError
 from wcache_async.manifest import Kind, StateManifest, StateSpec, build_manifest, plan_layout
 
@@ -25,20 +26,17 @@ __all__ = ["ArenaWriter"]
 
 logger = logging.getLogger("wcache_async.backends")
 
-Adopt = Callable[[Device, Sequence[Allocation], StateManifest], None]
-"""Takes a finished state's arenas over, in the manifest's order."""
-
 _DONE: Final = "the state is finished or was given up"
 
 
 class ArenaWriter(StateWriter):
-    """Arenas of one state; `adopt` gets the allocations once they are filled."""
+    """Arenas of one state; `hold` gets them once they are filled."""
 
-    def __init__(self, device: Device, spec: StateSpec, max_arena: int, adopt: "Adopt") -> None:
+    def __init__(self, device: Device, spec: StateSpec, max_arena: int, hold: Callable[[HeldArenas], None]) -> None:
         """Plan the arenas; no memory is taken before `open`."""
         self._device = device
         self._nbytes = spec.storages
-        self._adopt = adopt
+        self._hold = hold
         self._layout = plan_layout(
             spec.storages, alignment=ALIGNMENT, granularity=device.granularity, max_arena=max_arena
         )
@@ -154,7 +152,7 @@ class ArenaWriter(StateWriter):
         allocations = [self._arenas[number][0] for number in range(len(self._layout.arena_nbytes))]
         self._arenas.clear()
         self._done = True
-        self._adopt(self._device, allocations, self.manifest)
+        self._hold(HeldArenas(self._device, allocations, self._layout.arena_nbytes))
         return self.manifest
 
     def abort(self) -> None:

@@ -26,12 +26,12 @@ from wcache_async.backends.base import (
     StateTensors,
     WeightCacheTransportBackend,
 )
-from wcache_async.backends.cuda_device import FINDER, Device, device_by_name
+from wcache_async.backends.cuda_device import FINDER, Device, check_device, device_by_name
 from wcache_async.backends.device_memory import empty_torch_cache
 from wcache_async.backends.storages import describe_tensors, refusal
 from wcache_async.backends.views import ArenaViews
-from wcache_async.backends.vmm_arena import Allocation
 from wcache_async.backends.vmm_export import ArenaWriter
+from wcache_async.backends.vmm_held import HeldArenas, adopt_arenas
 from wcache_async.backends.vmm_import import ArenaImport
 from wcache_async.errors import (
     BackendUnavailable,
@@ -92,8 +92,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
     keep_trying: Callable[[], bool] | None = None
     """Asked whether to go on waiting when exporting, or `remap`, finds no memory; None: fail at once."""
 
-    _device: Device | None = None
-    _allocations: tuple[Allocation, ...] = ()
+    _held: HeldArenas | None = None
     _payload = b""
     _resident_bytes = 0
     _arenas: ArenaImport | None = None
@@ -116,6 +115,18 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         torch = sys.modules.get("torch")
         return cls.torch_device_type == "cuda" and torch is not None and torch.version.cuda is None
 
+    @classmethod
+    def device_refusal(cls, device: str) -> str | None:
+        """Blocks the first time: CUDA is initialised."""
+        refused = super().device_refusal(device)
+        if refused is not None:
+            return refused
+        try:
+            check_device(device)
+        except BackendUnavailable as error:
+            return error.reason
+        return None
+
     @property
     def resident_bytes(self) -> int:
         """Bytes of the arenas, and in a client of its private copies too."""
@@ -128,10 +139,10 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         """
         self._resident_bytes = 0
         self._arenas = self._views = None
-        allocations, self._allocations = self._allocations, ()
-        if allocations and self._device is not None:
+        held, self._held = self._held, None
+        if held is not None:
             # In the device's thread: an export that runs there is finished by then.
-            self._device.thread.run_blocking(functools.partial(_release, allocations))
+            held.device.thread.run_blocking(held.release)
 
     # ----------------------------------------------------------------------------- daemon
     @classmethod
@@ -139,7 +150,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         if not state_tensors or any(refusal(t, {cls.torch_device_type}) for t, _ in state_tensors.values()):
             return False
         try:
-            cls._device_of(state_tensors)
+            check_device(cls._device_of(state_tensors))
         except (ExportError, BackendUnavailable):
             return False
         return True
@@ -157,7 +168,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         spec, regions = describe_tensors(
             state_tensors, backend=self.name, devices={self.torch_device_type}, non_persistent=non_persistent
         )
-        device = self._device_of(state_tensors)
+        device = device_by_name(self._device_of(state_tensors))
         writer = self._writer(device, spec)
         addresses = [region.address for region in regions]
         if move:
@@ -189,30 +200,42 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
             completed = msgspec.structs.replace(
                 response, transport_backend=self.name, payload=self._payload, resident_bytes=self._resident_bytes
             )
-            device, allocations = self._device, self._allocations
-            exported = (
-                await device.thread.run(functools.partial(_export, allocations))
-                if device is not None and allocations
-                else None
-            )
+            held = self._held
+            # None also where it was closed while this waited for its turn.
+            exported = None if held is None else await held.device.thread.run(held.export)
             if exported is None:
                 raise StateUnloaded(name=response.name, rank=response.rank)
             owned.pop_all()
             await stream.send(completed, [*fds, *exported])
 
+    def read_arena(self, number: int, offset: int, into: memoryview) -> None:
+        """Raises InsufficientMemory and CudaDriverError too."""
+        held = self._held
+        if held is None:
+            raise ValueError("the export is closed")
+        held.read(number, offset, into)
+
+    async def adopt(self, stream: ResponseReceiver, payload: bytes, manifest: StateManifest) -> None:
+        """What a client publishes stays writable for that client: device memory cannot be sealed."""
+        fds = self._take_fds(stream, payload, manifest)
+        try:
+            held = await FINDER.run(functools.partial(adopt_arenas, fds, manifest))
+        finally:
+            FINDER.post(functools.partial(_close, fds))
+        self._hold(held)
+
     def _writer(self, device: Device, spec: StateSpec) -> ArenaWriter:
         max_arena = max(self.arena_nbytes - self.arena_nbytes % device.granularity, device.granularity)
-        return ArenaWriter(device, spec, max_arena, self._adopt)
+        return ArenaWriter(device, spec, max_arena, self._hold)
 
-    def _adopt(self, device: Device, allocations: Sequence[Allocation], manifest: StateManifest) -> None:
-        self._device = device
-        self._allocations = tuple(allocations)
-        self._payload = _encode_payload(_Payload(tuple(arena.nbytes for arena in manifest.arenas)))
-        self._resident_bytes = manifest.tensor_bytes
+    def _hold(self, held: HeldArenas) -> None:
+        self._held = held
+        self._payload = _encode_payload(_Payload(held.nbytes))
+        self._resident_bytes = sum(held.nbytes)
 
     @classmethod
-    def _device_of(cls, state_tensors: StateTensors) -> Device:
-        """Raises ExportError where the tensors are on several devices, BackendUnavailable."""
+    def _device_of(cls, state_tensors: StateTensors) -> str:
+        """torch's name of the device that the tensors are on.  Raises ExportError where they are on several."""
         found: torch.device | None = None
         for name, (tensor, _) in state_tensors.items():
             if found is not None and tensor.device != found:
@@ -223,7 +246,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
                     "their own",
                 )
             found = tensor.device
-        return device_by_name(f"cuda:{(found and found.index) or 0}")
+        return f"cuda:{(found and found.index) or 0}"
 
     def _move(self, state_tensors: StateTensors, writer: ArenaWriter, addresses: Sequence[int]) -> None:
         if not isinstance(state_tensors, MutableMapping):
@@ -261,7 +284,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         InsufficientMemory, CudaDriverError.
         """
         arenas = ArenaImport(
-            self._take_fds(stream, response, manifest),
+            self._take_fds(stream, response.payload, manifest),
             manifest,
             shared_buffers=self.options.buffers == "shared",
             torch_device_type=self.torch_device_type,
@@ -308,7 +331,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         are not those that were unmapped.
         """
         arenas, _ = self._opened()
-        return self._take_fds(stream, response, arenas.manifest)
+        return self._take_fds(stream, response.payload, arenas.manifest)
 
     def remap(self, fds: Sequence[OwnedFd]) -> None:
         """Map the arenas where they were, from `fds`, which are closed in any case.  Blocks.
@@ -319,14 +342,11 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
             arenas, _ = self._opened()
             self._retry(lambda: arenas.device.thread.run_blocking(functools.partial(arenas.remap, fds)))
         finally:
-            for fd in fds:
-                fd.close()
+            _close(fds)
 
-    def _take_fds(
-        self, stream: ResponseReceiver, response: FetchStateResponse, manifest: StateManifest
-    ) -> list[OwnedFd]:
+    def _take_fds(self, stream: ResponseReceiver, payload: bytes, manifest: StateManifest) -> list[OwnedFd]:
         try:
-            announced = _decode_payload(response.payload).arenas
+            announced = _decode_payload(payload).arenas
         except msgspec.DecodeError as error:
             raise MalformedMessage(reason=f"the payload of {self.name}: {error}") from error
         expected = tuple(arena.nbytes for arena in manifest.arenas)
@@ -342,17 +362,6 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         return self._arenas, self._views
 
 
-def _export(allocations: Sequence[Allocation]) -> list[OwnedFd] | None:
-    """A new fd an allocation; None once they are released."""
-    if any(allocation.released for allocation in allocations):
-        return None
-    with ExitStack() as undo:
-        fds = [undo.enter_context(allocation.export()) for allocation in allocations]
-        undo.pop_all()
-    return fds
-
-
-def _release(allocations: Sequence[Allocation]) -> None:
-    with ExitStack() as every:
-        for allocation in allocations:
-            every.callback(allocation.release)
+def _close(fds: Sequence[OwnedFd]) -> None:
+    for fd in fds:
+        fd.close()

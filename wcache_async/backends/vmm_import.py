@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from wcache_async.backends import cuda_driver
-from wcache_async.backends.base import VMM_FD_BACKEND
-from wcache_async.backends.cuda_device import FINDER, Device, device_by_uuid
+from wcache_async.backends.cuda_device import FINDER, Device
 from wcache_async.backends.device_memory import torch_device
 from wcache_async.backends.views import ArenaViews
-from wcache_async.backends.vmm_arena import ALIGNMENT, Mapping, insufficient_memory, map_arena, memory_of
-from wcache_async.errors import BackendUnavailable, CudaDriverError, InvalidManifest
+from wcache_async.backends.vmm_arena import ALIGNMENT, Mapping, device_of, insufficient_memory, map_arena, memory_of
+from wcache_async.errors import CudaDriverError, InvalidManifest
 from wcache_async.manifest import (
     DTYPE_ITEMSIZE,
     Arena,
@@ -60,8 +59,7 @@ class ArenaImport:
 
         Raises InvalidManifest, BackendUnavailable, CudaDriverError.
         """
-        self.device = device_by_uuid(_only_device(self.manifest))
-        _check_arenas(self.manifest, self.device)
+        self.device = device_of(self.manifest)
         self._torch_device = torch_device(self._torch_device_type, self.device.ordinal)
         self._copies = _Copies(self.manifest, keep=self._shared_buffers)
         self._thread = self.device.thread
@@ -206,29 +204,3 @@ class _Copies:
             entry.offset + tensor_extent(entry) * DTYPE_ITEMSIZE[self.manifest.dtype_of(entry)] for entry in entries
         )
         return low - low % ALIGNMENT, high
-
-
-def _only_device(manifest: StateManifest) -> str:
-    devices = {arena.device for arena in manifest.arenas}
-    if len(devices) > 1:
-        raise BackendUnavailable(
-            name=VMM_FD_BACKEND,
-            reason=f"the state is on {len(devices)} devices ({', '.join(sorted(devices))}) and only states on one are "
-            "carried: give each GPU's tensors a rank of their own",
-        )
-    for device in devices:
-        return device
-    raise InvalidManifest(tensor="", reason="it has no arena")
-
-
-def _check_arenas(manifest: StateManifest, device: Device) -> None:
-    for number, arena in enumerate(manifest.arenas):
-        if not arena.nbytes or arena.nbytes % device.granularity:
-            raise InvalidManifest(
-                tensor="",
-                reason=f"arena {number} has {arena.nbytes} bytes, no multiple of the {device.granularity} that "
-                f"{device.uuid} allocates by",
-            )
-    _, total = device.memory_info()
-    if manifest.tensor_bytes > total:
-        raise InvalidManifest(tensor="", reason=f"arenas of {manifest.tensor_bytes} bytes on a device of {total}")

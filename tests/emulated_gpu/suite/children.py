@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from tests.conformance.wire import connect, fetch, serve
-from tests.emulated_gpu.suite.rig import GRANULARITY, attach, contents, export, mixed_state, send
+from tests.emulated_gpu.suite.rig import GRANULARITY, Emulator, attach, contents, export, mixed_state, send
 from tests.processes import Peer
 from wcache_async.backends import cuda_driver
 from wcache_async.backends.cuda_device import device_by_name
@@ -26,6 +26,7 @@ __all__ = [
     "mixed_digests",
     "one_on",
     "strict_round_trip",
+    "use_device_twice",
     "write_to_a_parameter",
 ]
 
@@ -48,16 +49,18 @@ def client(peer: Peer, sock: socket.socket, environment: dict[str, str]) -> None
     """Attach, send the digests of what is seen, and again at each word; or send the error's code and text."""
     os.environ.update(environment)
 
-    async def attach() -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+
+    async def attach() -> None:  # Returns none of them: asyncio.run shows the result's text to signal.getsignal.
         stream = await connect(sock)
         try:
             backend, _ = await fetch(stream)
-            return await asyncio.to_thread(backend.import_tensors)
+            tensors.update(await asyncio.to_thread(backend.import_tensors))
         finally:
             stream.close()
 
     try:
-        tensors = asyncio.run(attach())
+        asyncio.run(attach())
     except WeightCacheError as error:
         peer.send((error.code, str(error)))
         return
@@ -90,6 +93,14 @@ def begin_export(peer: Peer, device: str, environment: dict[str, str]) -> None:
     """Send the code and text of what exporting to the device raises, or the UUID it went to."""
     os.environ.update(environment)
     peer.send(_outcome(lambda: one_on(device, b"x")[1].arenas[0].device))
+
+
+def use_device_twice(peer: Peer, environment: dict[str, str]) -> None:
+    """Send what using a device gives at first and then, and how many references on its context that takes."""
+    os.environ.update(environment)
+    for _ in range(2):
+        peer.send(_outcome(lambda: device_by_name("cuda").uuid))
+    peer.send(Emulator().contexts())
 
 
 def forked_after_use(peer: Peer) -> None:

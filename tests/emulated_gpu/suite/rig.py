@@ -62,9 +62,16 @@ class Emulator:
         self._library.fakecuda_seen.restype = ctypes.c_long
 
     def held(self) -> Held:
+        return Held(*self._statistics()[:7])
+
+    def contexts(self) -> int:
+        """References on primary contexts."""
+        return self._statistics()[7]
+
+    def _statistics(self) -> list[int]:
         numbers = (ctypes.c_ulonglong * 8)()
         self._library.fakecuda_stats(numbers)
-        return Held(*numbers[:7])
+        return list(numbers)
 
     def fail(self, faults: str) -> None:
         """Have calls fail from now on: ``name:n:act,…`` as in `fakecuda.c`; empty: none."""

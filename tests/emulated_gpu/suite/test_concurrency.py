@@ -128,7 +128,7 @@ async def test_an_export_that_is_cancelled_leaves_no_fd(emulator: Emulator) -> N
 
 @pytest.mark.parametrize(
     "call",
-    ["cuDeviceGetCount", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemcpy"],
+    ["cuMemGetInfo", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemcpy"],
 )
 async def test_an_import_that_is_cancelled_leaves_nothing(call: str, emulator: Emulator) -> None:
     async with exported() as (backend, manifest):

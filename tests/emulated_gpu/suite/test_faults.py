@@ -11,9 +11,6 @@ from wcache_async.errors import BackendUnavailable, CudaDriverError, Insufficien
 from wcache_async.manifest import StateManifest, StateSpec
 
 CALLS = (
-    "cuInit",
-    "cuDeviceGetCount",
-    "cuDeviceGetUuid",
     "cuCtxPushCurrent",
     "cuCtxPopCurrent",
     "cuCtxSynchronize",

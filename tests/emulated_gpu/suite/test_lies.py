@@ -138,13 +138,15 @@ async def test_an_announcement_that_contradicts_the_manifest(
 @pytest.mark.parametrize(
     ("arenas", "expected", "text"),
     [
-        ([], InvalidManifest, "no arena"),
+        ([], InvalidManifest, "UUID"),
         ([Arena(GRANULARITY + 512, UUID)], InvalidManifest, "multiple"),
         ([Arena(0, UUID)], InvalidManifest, "multiple"),
         ([Arena(1 << 62, UUID)], InvalidManifest, "on a device of"),
         ([Arena(6 << 30, UUID)] * 2, InvalidManifest, "on a device of"),
-        ([Arena(GRANULARITY, "cpu")], BackendUnavailable, "MIG"),
+        ([Arena(GRANULARITY, "cpu")], InvalidManifest, "UUID"),
+        ([Arena(GRANULARITY, "cuda:0")], InvalidManifest, "UUID"),
         ([Arena(GRANULARITY, UUID[:-1] + "7")], BackendUnavailable, UUID),
+        ([Arena(GRANULARITY, "GPU-")], BackendUnavailable, "MIG"),
         ([Arena(GRANULARITY, UUID), Arena(GRANULARITY, UUID[:-1] + "1")], BackendUnavailable, "rank"),
     ],
 )
@@ -173,3 +175,52 @@ async def refuse_manifest(
         imported = emulator.count("cuMemImportFromShareableHandle")
         assert text in await refuse(wire, manifest, emulator, expected)
         assert imported() == 0
+
+
+# ------------------------------------------------------------------------------ to the daemon
+async def refuse_to_adopt(
+    wire: Wire, manifest: StateManifest, emulator: Emulator, expected: type[WeightCacheError]
+) -> str:
+    before = emulator.held()
+    fds = list(wire.fds)
+    backend = VmmFdTransportBackend()
+    assert wire.response is not None
+    with pytest.raises(expected) as caught:
+        await backend.adopt(wire, wire.response.payload, manifest)
+    settle()
+    assert emulator.held() == before
+    assert all(fd.closed or fd in wire.fds for fd in fds), "an fd that was taken is open still"
+    wire.close()
+    assert backend.resident_bytes == 0
+    return str(caught.value)
+
+
+async def test_adopting_an_fd_of_another_kind(emulator: Emulator) -> None:
+    async with exported() as (backend, manifest):
+        wire = await send(backend, manifest)
+        wire.fds[3].close()
+        wire.fds[3] = memfd()
+        assert "cuMemImportFromShareableHandle" in await refuse_to_adopt(wire, manifest, emulator, CudaDriverError)
+
+
+async def test_adopting_a_smaller_arena_than_announced(emulator: Emulator) -> None:
+    async with exported() as (backend, manifest):
+        wire = await send(backend, manifest)
+        wire.fds[2].close()
+        wire.fds[2] = wire.fds[0].duplicate()
+        assert "cuMemMap" in await refuse_to_adopt(wire, manifest, emulator, CudaDriverError)
+
+
+async def test_adopting_fewer_fds_than_announced(emulator: Emulator) -> None:
+    async with exported() as (backend, manifest):
+        wire = await send(backend, manifest)
+        wire.fds.pop().close()
+        await refuse_to_adopt(wire, manifest, emulator, FdsTruncated)
+
+
+async def test_adopting_arenas_that_cannot_be(emulator: Emulator) -> None:
+    async with exported() as (backend, true):
+        wire = await send(backend, true)
+        arenas = tuple(msgspec.structs.replace(arena, device=UUID[:-1] + "7") for arena in true.arenas)
+        lying = msgspec.structs.replace(true, arenas=arenas)
+        assert "CUDA_VISIBLE_DEVICES" in await refuse_to_adopt(wire, lying, emulator, BackendUnavailable)

@@ -162,6 +162,26 @@ async def test_what_a_machine_lacks_is_said(environment: dict[str, str], text: s
         assert await ended(child) == 0
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("cuInit", "cuDeviceGetCount", "cuDeviceGetUuid", "cuDeviceGetAttribute"),
+        *("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemGetAllocationGranularity", "cuCtxPopCurrent"),
+    ],
+)
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_call_that_fails_when_a_device_is_first_used(call: str, forge: Forge) -> None:
+    """And the next try finds the device: nothing of the failure is remembered."""
+    with forge.start(children.use_device_twice, {"FAKECUDA_FAIL": f"{call}:1:SYSTEM_NOT_READY"}) as child:
+        code, text = await refusal(child)
+        assert code in ("cuda_driver_error", "backend_unavailable")
+        assert call in text
+        assert "SYSTEM_NOT_READY" in text
+        second, contexts = await said(child), await said(child)
+        assert second == "GPU-46414b45-4355-4441-0000-000000000000"
+        assert contexts == 1, "a context was retained that nothing uses"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:", "cuda:x", "cuda:-1", "xpu:0", "GPU-unknown"])
 async def test_no_device_by_that_name(device: str, forge: Forge) -> None:
     with forge.start(children.begin_export, device, {}) as child:

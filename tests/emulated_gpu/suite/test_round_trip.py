@@ -264,3 +264,52 @@ def test_export_keeps_the_tensors_it_was_given() -> None:
     backend, _ = export(state)
     assert contents({name: tensor for name, (tensor, _) in state.items()}) == expected()
     backend.close()
+
+
+async def test_an_export_can_be_read_back(emulator: Emulator) -> None:
+    """Which is how the daemon makes a second export of a state, for another backend."""
+    async with exported() as (backend, manifest):
+        before = emulator.held()
+        maps = emulator.count("cuMemMap")
+        for entry in (*manifest.tensors, manifest.tensors[0]):
+            whole = expected()[entry.name]
+            into = bytearray(len(whole))
+            await asyncio.to_thread(backend.read_arena, entry.arena, entry.offset, memoryview(into))
+            assert into == whole, entry.name
+        assert emulator.held().mappings == before.mappings + 1
+        assert maps() <= 8, "an arena was mapped anew for each of its storages"
+        client = await attach(backend, manifest)
+        assert contents(client.import_tensors()) == expected()
+        client.close()
+    with pytest.raises(ValueError, match="closed"):
+        backend.read_arena(0, 0, memoryview(bytearray(1)))
+
+
+# ------------------------------------------------------------------------------------- adopting
+async def test_a_state_another_process_made_is_adopted_and_served(emulator: Emulator) -> None:
+    async with exported() as (made, manifest):
+        wire = await send(made, manifest)
+        fds = list(wire.fds)
+        assert wire.response is not None
+        adopted = VmmFdTransportBackend()
+        await adopted.adopt(wire, wire.response.payload, manifest)
+        await asyncio.to_thread(settle)
+        assert all(fd.closed for fd in fds)
+    held = emulator.held()
+    assert held.mappings == 0
+    assert adopted.resident_bytes == manifest.tensor_bytes
+    client = await attach(adopted, manifest)
+    assert contents(client.import_tensors()) == expected()
+    client.close()
+    await asyncio.to_thread(adopted.close)
+    assert adopted.resident_bytes == 0
+
+
+# ------------------------------------------------------------------------------ what can be had
+def test_what_it_can_hold() -> None:
+    assert VmmFdTransportBackend.unavailable_reason() is None
+    assert VmmFdTransportBackend.device_refusal("cuda") is None
+    assert VmmFdTransportBackend.device_refusal("cuda:1") is None
+    assert VmmFdTransportBackend.device_refusal(device_by_name("cuda:1").uuid) is None
+    assert "cuda tensors, not cpu" in (VmmFdTransportBackend.device_refusal("cpu") or "")
+    assert "sees GPU-" in (VmmFdTransportBackend.device_refusal("cuda:7") or "")
