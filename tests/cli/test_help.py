@@ -10,7 +10,7 @@ from tests.cli.commands import Wcache
 from wcache_async.cli.app import app
 from wcache_async.cli.outcome import EXIT_CODES
 
-COMMANDS = ("serve", "status", "fetch", "verify", "load", "unload", "stop", "doctor")
+COMMANDS = ("serve", "status", "fetch", "verify", "load", "unload", "pin", "unpin", "stop", "doctor")
 HEAVY = {"torch", "numpy", "cuda", "rich", "safetensors"}
 
 

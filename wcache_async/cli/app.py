@@ -10,6 +10,7 @@ from wcache_async.cli.doctor import doctor
 from wcache_async.cli.fetch import fetch
 from wcache_async.cli.load import load
 from wcache_async.cli.outcome import EXIT_CODES, ExitCode
+from wcache_async.cli.pin import pin, unpin
 from wcache_async.cli.serve import serve
 from wcache_async.cli.status import status
 from wcache_async.cli.stop import stop
@@ -54,7 +55,7 @@ def wcache(
     """One daemon keeps a model's weights in shared memory; inference processes attach in milliseconds."""
 
 
-for _command in (serve, status, fetch, verify, load, unload, stop, doctor):
+for _command in (serve, status, fetch, verify, load, unload, pin, unpin, stop, doctor):
     app.command()(_command)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "StateName",
     "model_name",
     "parse_items",
+    "parse_size",
     "split_model",
 ]
 
@@ -155,6 +156,24 @@ def parse_items(items: Iterable[str] | None, option: str) -> dict[str, Scalar]:
             raise typer.BadParameter(f"{key!r} is given twice", param_hint=option)
         config[key] = _scalar(text, option)
     return config
+
+
+_UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1024 ** (i + 1) for i, letter in enumerate("KMGT")}}
+
+
+def parse_size(text: str, option: str) -> int | None:
+    """Bytes of a size such as ``512MiB`` or ``40GiB``; None for no text."""
+    if not text:
+        return None
+    number = text.rstrip("BiKMGT ")
+    unit = text[len(number) :].strip()
+    try:
+        size = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise typer.BadParameter(f"{text!r} is no size; write e.g. 512MiB or 40GiB", param_hint=option) from None
+    if not 0 < size < 2**63:
+        raise typer.BadParameter(f"{text!r} is out of range", param_hint=option)
+    return int(size)
 
 
 def _scalar(text: str, option: str) -> Scalar:

@@ -18,6 +18,7 @@ from wcache_async.cli.options import (
     SocketPath,
     SourceKind,
     parse_items,
+    parse_size,
     split_model,
 )
 from wcache_async.cli.outcome import ExitCode, reported
@@ -58,6 +59,16 @@ def serve(
     max_clients: Annotated[
         int, typer.Option("--max-clients", min=1, metavar="N", help="Connections to serve at once.")
     ] = 1024,
+    max_bytes: Annotated[
+        str,
+        typer.Option(
+            "--max-bytes",
+            metavar="SIZE",
+            show_default=False,
+            help="Most bytes of states to hold, e.g. 40GiB: states that nobody holds or has pinned make room, "
+            "least recently used first. Default: no limit but memory's.",
+        ),
+    ] = "",
     drain_timeout: Annotated[
         float,
         typer.Option("--drain-timeout", min=0, metavar="SECONDS", help="How long a shutdown waits for requests."),
@@ -95,6 +106,7 @@ def serve(
         device=device,
         limits=ServerLimits(max_clients=max_clients),
         drain_timeout=drain_timeout,
+        max_bytes=parse_size(max_bytes, "--max-bytes"),
     )
 
     def begin_loads() -> "list[Generation]":
