@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wcache_async.errors import Scalar
 from wcache_async.manifest import Config, StateSpec, contiguous_stride
 from wcache_async.sources import open_source
 
@@ -26,10 +27,12 @@ Load = Callable[..., Loaded]
 WriteSafetensors = Callable[..., Path]
 
 
-def _load(path: Path | str, *, kind: str = "auto", dtype: str = "") -> Loaded:
+def _load(
+    path: Path | str, *, kind: str = "auto", dtype: str = "", options: Mapping[str, Scalar] | None = None
+) -> Loaded:
     advanced: list[int] = []
     storages: list[torch.UntypedStorage] = []
-    with open_source(str(path), kind=kind, dtype=dtype) as source:
+    with open_source(str(path), kind=kind, dtype=dtype, options=options) as source:
         spec = source.open()
         config = source.config()
         for number, nbytes in enumerate(spec.storages):

@@ -8,8 +8,9 @@ import msgspec
 from wcache_async.errors import Scalar, SourceError
 from wcache_async.sources.base import Source
 from wcache_async.sources.cast import check_cast
-from wcache_async.sources.locate import Checkpoint, locate_checkpoint
+from wcache_async.sources.locate import SAFETENSORS, Checkpoint, locate_checkpoint
 from wcache_async.sources.safetensors import SafetensorsSource
+from wcache_async.sources.sharded import ShardedSource, tensor_parallel
 from wcache_async.sources.torch_file import TorchFileSource
 
 __all__ = ["absolute_path", "known_kinds", "open_source"]
@@ -37,16 +38,19 @@ def open_source(path: str, *, kind: str = AUTO, dtype: str = "", options: Mappin
 
     ``auto`` takes safetensors before torch files where a folder holds both.  `dtype` is what
     floating-point tensors are cast to (see `sources.cast`), empty for what they are.  Looks at
-    the file system, so it blocks.  `options` are the source's own, see `TransformersOptions`;
-    the others have none.  Raises SourceError.
+    the file system, so it blocks.  `options` are the source's own, see `TransformersOptions` and,
+    for safetensors, `TensorParallel`; torch files have none.  Raises SourceError.
     """
     if kind not in known_kinds():
         raise SourceError(path=path, reason=f"unknown kind of source {kind!r}; known are {', '.join(known_kinds())}")
     if kind == TRANSFORMERS:
         return _open_transformers(path, dtype, options or {})
-    if options:
-        raise SourceError(path=path, reason=f"source {kind!r} takes no options, got {', '.join(options)}")
     check_cast(path, dtype)
+    if options:
+        if kind not in (AUTO, SAFETENSORS):
+            raise SourceError(path=path, reason=f"source {kind!r} takes no options, got {', '.join(options)}")
+        share = tensor_parallel(path, options)
+        return ShardedSource(path, locate_checkpoint(path, (SAFETENSORS,)), dtype, share)
     checkpoint = locate_checkpoint(path, tuple(_SOURCES) if kind == AUTO else (kind,))
     return _SOURCES[checkpoint.kind](path, checkpoint, dtype)
 

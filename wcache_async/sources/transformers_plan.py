@@ -1,0 +1,70 @@
+"""The plan for tensor parallelism that transformers has for a checkpoint's model."""
+
+import functools
+import os
+
+import msgspec
+
+from wcache_async.errors import SourceError
+from wcache_async.sources.tp_plan import Rule, TpPlan, patterns_that_name
+
+__all__ = ["plan_of_model"]
+
+_CONFIG = "config.json"
+
+
+def plan_of_model(path: str) -> TpPlan:
+    """The plan of the class that ``config.json`` names, in or beside the checkpoint at `path`.
+
+    It is what ``from_pretrained(..., tp_plan="auto")`` cuts by: `base_model_tp_plan` of the
+    configuration, and what its model classes add for embeddings and head.  The model is built on
+    meta to find out.  Blocks.  Raises SourceError.
+    """
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    file = os.path.join(folder, _CONFIG)
+    try:
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(
+            path=file, reason=f"it says which model's plan to cut by, and cannot be read ({error}); or give a --tp-plan"
+        ) from error
+    return _plan_of(folder, file, text)
+
+
+@functools.lru_cache(maxsize=8)  # Every rank of a model asks; a folder's text may change.
+def _plan_of(folder: str, file: str, _text: str) -> TpPlan:
+    try:
+        import transformers
+    except ImportError as error:
+        raise SourceError(
+            path=file,
+            reason="the model's plan comes from transformers, which is not installed; "
+            "`pip install wcache-async[transformers]`, or give a --tp-plan",
+        ) from error
+    import torch
+
+    from wcache_async.sources.transformers import model_class
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        (architecture, *_) = getattr(config, "architectures", None) or ("",)
+        cls = model_class(architecture)
+        with torch.device("meta"):
+            model = cls(config)
+    except (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError, AttributeError) as error:
+        # What transformers raises for a configuration it cannot make a model of.
+        raise SourceError(path=file, reason=f"transformers: {error}; or give a --tp-plan") from error
+    styles: dict[str, str] = dict(model.tp_plan or {})
+    if not styles:
+        raise SourceError(path=file, reason=f"transformers has no plan for {architecture}; give a --tp-plan")
+    plan = TpPlan(
+        origin=f"transformers' plan for {architecture}",
+        rules=tuple(Rule(pattern=pattern, style=style) for pattern, style in styles.items()),
+        prefix=f"{model.base_model_prefix}." if model.base_model_prefix else "",
+    )
+    # What names none of its parameters says how a module computes, or is the head of a model
+    # that ties it to its embeddings: no checkpoint has it.
+    named = patterns_that_name(plan, [name for name, _ in model.named_parameters()])
+    rules = tuple(msgspec.structs.replace(rule, required=rule.pattern in named and rule.cuts) for rule in plan.rules)
+    return msgspec.structs.replace(plan, rules=rules)
