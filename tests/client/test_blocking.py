@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from wcache_async import Daemon, blocking
-from wcache_async.errors import ConfigMismatch, DaemonUnavailable, NotRunning, StateNotFound, StateReleased
+from wcache_async.errors import (
+    ConfigMismatch,
+    DaemonUnavailable,
+    ModuleError,
+    NotRunning,
+    StateNotFound,
+    StateReleased,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -89,6 +96,76 @@ def test_binding_happens_in_the_callers_thread(socket_path: Path, checkpoint: Pa
     with blocking.fetch_state("m", socket_path=socket_path) as state:
         state.bind(model, strict=False)
     assert torch.equal(model.layer.weight, tensors["layer.weight"])
+
+
+# ------------------------------------------------------------------------ publishing and building
+def test_what_is_published_is_attached_and_rebound(socket_path: Path) -> None:
+    module = nn.Linear(4, 4, bias=False)
+    values = module.weight.detach().clone()
+    address = module.weight.data_ptr()
+    with blocking.Client(socket_path) as client:
+        status = client.publish("m", module, config={"dtype": "float32"}, rebind=True)
+        assert (status.phase, status.config) == ("ready", {"dtype": "float32"})
+        assert module.weight.data_ptr() != address
+        assert torch.equal(module.weight, values)
+        with client.fetch_state("m") as state:
+            assert torch.equal(state.import_tensors()["weight"], values)
+            assert not state.built_here
+
+
+def test_building_happens_in_the_callers_thread_and_once(socket_path: Path) -> None:
+    threads = []
+
+    def build() -> Tensors:
+        threads.append(threading.current_thread())
+        return {"w": torch.arange(4)}
+
+    with blocking.Client(socket_path) as client:
+        first = client.fetch_or_publish("m", build, config={"tp": 1})
+        again = client.fetch_or_publish("m", build, config={"tp": 1})
+        assert threads == [threading.current_thread()]
+        assert (first.built_here, again.built_here) == (True, False)
+        assert torch.equal(first.import_tensors()["w"], again.import_tensors()["w"])
+        automatic = client.fetch_or_publish("", lambda: {"w": torch.ones(1)}, config={"tp": 2})
+        assert automatic.name.startswith("auto-")
+
+
+def test_a_failed_build_passes_the_turn_on_while_its_client_lives(socket_path: Path) -> None:
+    with blocking.Client(socket_path) as first, blocking.Client(socket_path) as second:
+        waiting = threading.Event()
+        got = []
+
+        def wait() -> None:
+            waiting.set()
+            got.append(second.fetch_or_publish("m", lambda: {"w": torch.ones(1)}).built_here)
+
+        waiter = threading.Thread(target=wait)
+
+        def build() -> Tensors:
+            waiter.start()
+            assert waiting.wait(20)
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            first.fetch_or_publish("m", build)
+        waiter.join(20)
+        assert got == [True]
+
+
+def test_what_cannot_be_published_passes_the_turn_on_too(socket_path: Path) -> None:
+    with blocking.Client(socket_path) as client:
+        with pytest.raises(ModuleError):
+            client.fetch_or_publish("m", lambda: nn.Linear(1, 1, device="meta"))
+        assert client.fetch_or_publish("m", lambda: {"w": torch.ones(1)}).built_here
+
+
+def test_pinned_states_are_told(socket_path: Path) -> None:
+    with blocking.Client(socket_path) as client:
+        client.publish("m", {"w": torch.ones(1)})
+        assert client.pin("m") == ("m:0",)
+        assert client.unpin("m", rank=0) == ("m:0",)
+        with pytest.raises(StateNotFound):
+            client.pin("absent")
 
 
 def test_no_daemon_is_told_at_once(short_tmp: Path) -> None:

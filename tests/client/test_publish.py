@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from wcache_async import Client, Daemon
+from wcache_async import Client, Daemon, FetchedState
 from wcache_async.backends.carried import pack_manifest
 from wcache_async.backends.memfd import create_memfd, sealed_memfd
+from wcache_async.client.publish import Turn
 from wcache_async.errors import (
     BudgetExceeded,
     BuildNotGranted,
@@ -194,6 +195,34 @@ async def test_a_waiter_that_goes_is_never_granted_anything(daemon: Daemon) -> N
         with pytest.raises(ArithmeticError):
             await failing
         assert (await last).built_here
+
+
+async def test_a_turn_that_comes_too_late_is_passed_on(daemon: Daemon) -> None:
+    """A claim cancelled as its turn was granted holds nobody up, though its client lives on."""
+    async with Client(daemon.socket_path) as first, Client(daemon.socket_path) as second:
+        turn = await first.claim("m")
+        assert isinstance(turn, Turn)
+        cancelled = asyncio.create_task(second.claim("m"))
+        await eventually(lambda: daemon.status().clients == 2)
+        await second.status()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        turn.abandon()
+        async with asyncio.timeout(20):
+            state = await first.fetch_or_publish("m", lambda: {"w": torch.ones(1)})
+        assert state.built_here
+
+
+async def test_a_turn_is_ended_by_publishing_where_the_claimer_likes(daemon: Daemon) -> None:
+    async with Client(daemon.socket_path) as client:
+        turn = await client.claim("", config={"tp": 1})
+        assert isinstance(turn, Turn)
+        state = await turn.publish({"w": torch.ones(2)})
+        assert state.built_here
+        again = await client.claim("", config={"tp": 1})
+        assert isinstance(again, FetchedState)
+        assert again.name == state.name
 
 
 async def test_configs_that_differ_under_one_name_are_a_mismatch_and_side_by_side_under_none(daemon: Daemon) -> None:

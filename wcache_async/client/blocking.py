@@ -16,6 +16,7 @@ import uvloop
 from wcache_async.backends.base import MappingMode
 from wcache_async.client import client as asynchronous
 from wcache_async.client.fetch import FetchedState
+from wcache_async.client.publish import Turn
 from wcache_async.client.session import Progress
 from wcache_async.errors import DaemonLost, Scalar
 from wcache_async.manifest import Config, StateManifest
@@ -24,6 +25,8 @@ from wcache_async.protocol.messages import StateStatus, StatusResponse, UnloadRe
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from wcache_async.client.publish import Built
 
 __all__ = ["Client", "State", "fetch_state", "load", "status", "stop", "unload"]
 
@@ -66,6 +69,7 @@ class State:
         self.transport_backend = state.transport_backend
         self.resident_bytes = state.resident_bytes
         self.daemon_pid = state.daemon_pid
+        self.built_here = state.built_here
 
     def import_tensors(self) -> "dict[str, torch.Tensor]":
         """Every tensor by name, aliases included; nothing is copied."""
@@ -111,6 +115,10 @@ def _close_soon(owner: asynchronous.Client, _: object) -> None:
     task = asyncio.get_running_loop().create_task(owner.close())
     _closing.add(task)
     task.add_done_callback(_closing.discard)
+
+
+async def _abandon(turn: Turn) -> None:
+    turn.abandon()
 
 
 class Client:
@@ -193,6 +201,56 @@ class Client:
                 progress=progress,
             )
         )
+
+    def publish(
+        self,
+        name: str,
+        module_or_tensors: "nn.Module | Mapping[str, torch.Tensor]",
+        *,
+        rank: int = 0,
+        config: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        rebind: bool = False,
+    ) -> StateStatus:
+        """Hand a state built here to the daemon; see `wcache_async.Client.publish`."""
+        return _run(
+            self._client.publish(name, module_or_tensors, rank=rank, config=config, replace=replace, rebind=rebind)
+        )
+
+    def fetch_or_publish(
+        self,
+        name: str,
+        build: "Callable[[], Built]",
+        *,
+        rank: int = 0,
+        config: Mapping[str, Scalar] | None = None,
+        timeout: float | None = None,
+        mapping: MappingMode = "private",
+        progress: Progress | None = None,
+    ) -> State:
+        """Attach to a state, or build it and publish it; see `wcache_async.Client.fetch_or_publish`.
+
+        `build` runs in the caller's thread: a model may have to be built in the one that made its CUDA context.
+        """
+        claimed = _run(
+            self._client.claim(name, rank=rank, config=config, timeout=timeout, mapping=mapping, progress=progress)
+        )
+        if isinstance(claimed, FetchedState):
+            return State(claimed, None)
+        try:
+            built = build()
+        except BaseException:
+            _run(_abandon(claimed))
+            raise
+        return State(_run(claimed.publish(built)), None)
+
+    def pin(self, name: str, *, rank: int | None = None) -> tuple[str, ...]:
+        """Keep a state from being evicted; see `wcache_async.Client.pin`."""
+        return _run(self._client.pin(name, rank=rank))
+
+    def unpin(self, name: str, *, rank: int | None = None) -> tuple[str, ...]:
+        """Let a state be evicted again."""
+        return _run(self._client.unpin(name, rank=rank))
 
     def unload(self, name: str, *, rank: int | None = None) -> UnloadResponse:
         """Have the daemon forget a state; holders keep their memory."""

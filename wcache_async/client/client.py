@@ -218,9 +218,7 @@ class Client:
         The result's `built_here` says which way it went.  Raises ConfigMismatch where the
         name is held under another config, and what `publish` and `fetch_state` do.
         """
-        claimed = await self.claim(
-            name, rank=rank, config=config, timeout=timeout, mapping=mapping, progress=progress
-        )
+        claimed = await self.claim(name, rank=rank, config=config, timeout=timeout, mapping=mapping, progress=progress)
         return await fetch_or_publish(claimed, build)
 
     async def claim(

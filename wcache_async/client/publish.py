@@ -149,9 +149,7 @@ class Turn:
     async def publish(self, built: Built) -> FetchedState:
         """Hand over what was built, and attach to it.  What is refused passes the turn on."""
         try:
-            await publish(
-                self.session, self.name, built, rank=self.rank, config=self.config, ticket=self.ticket
-            )
+            await publish(self.session, self.name, built, rank=self.rank, config=self.config, ticket=self.ticket)
         except BaseException:
             self.abandon()
             raise

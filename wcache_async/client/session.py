@@ -21,6 +21,8 @@ from wcache_async.errors import (
 from wcache_async.protocol.connection import Connection, EndOfStream, Received, Role, Violation
 from wcache_async.protocol.messages import (
     PROTOCOL_VERSIONS,
+    Abandon,
+    BuildTicket,
     ErrorResponse,
     FetchStateResponse,
     Hello,
@@ -210,8 +212,10 @@ class Session:
     def _dispose(self, answer: Answer) -> None:
         """A response nobody waits for any more."""
         answer.close()
-        if isinstance(answer.message, FetchStateResponse) and self._error is None:
+        if isinstance(answer.message, FetchStateResponse):
             self.release(answer.message.lease)
+        elif isinstance(answer.message, BuildTicket):
+            self.post(Abandon(ticket=answer.message.ticket))
 
     def release(self, lease: int) -> None:
         """Give a lease back without waiting for the answer; does nothing once the connection is gone."""
