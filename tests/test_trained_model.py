@@ -1,6 +1,9 @@
 """A real trained checkpoint, from PyPI's silero-vad: served, attached, verified, and run."""
 
 import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,22 @@ def test_the_module_is_the_architecture_the_weights_were_trained_in(checkpoint: 
         ours, _ = model(F.pad(samples, (64, 0)))  # The reference puts the last chunk's end before it: zeros, at first.
         theirs = reference(samples, 16_000)
     torch.testing.assert_close(ours, theirs)
+
+
+def test_wcache_verify_finds_every_byte_of_it_in_the_cache(short_tmp: Path, checkpoint: Path) -> None:
+    path = str(short_tmp / "wcache.sock")
+    command = [sys.executable, "-m", "wcache_async"]
+    with subprocess.Popen(
+        [*command, "serve", f"vad={checkpoint}", "--socket", path], stdout=subprocess.PIPE, text=True
+    ) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == f"ready socket={path} states=1\n"
+        verified = subprocess.run(
+            [*command, "verify", str(checkpoint), "--name", "vad", "--socket", path, "--json"],
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+        daemon.terminate()
+        assert daemon.wait(60) == 0
+    assert verified.returncode == 0
+    assert json.loads(verified.stdout)["tensors"] == 15

@@ -3,13 +3,22 @@
 import asyncio
 import os
 import signal
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from wcache_async import Client, Daemon
-from wcache_async.errors import AddressInUse, AddressTooLong, BackendUnavailable, InvalidRequest, UnknownBackend
+from wcache_async.errors import (
+    AddressInUse,
+    AddressTooLong,
+    BackendUnavailable,
+    InsufficientMemory,
+    InvalidRequest,
+    UnknownBackend,
+)
 from wcache_async.testing.scripted_peer import ScriptedPeer
 
 
@@ -86,3 +95,24 @@ async def test_a_drain_ends_silent_and_attached_clients_alike(
 def test_using_a_daemon_that_is_not_running_is_told_plainly(short_tmp: Path) -> None:
     with pytest.raises(RuntimeError, match="async with Daemon"):
         Daemon(short_tmp / "s.sock").status()
+
+
+async def test_a_state_that_does_not_fit_into_memory_fails_with_the_sizes_before_it_takes_any(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    nbytes = 1 << 42
+    header = msgspec.json.encode({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}})
+    huge = tmp_path / "huge.safetensors"
+    with huge.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        try:
+            file.truncate(8 + len(header) + nbytes)  # All of it a hole.
+        except OSError:
+            pytest.skip("needs a file system that takes a sparse file of 4 TiB")
+    with pytest.raises(InsufficientMemory) as caught:
+        await daemon.load(huge, name="huge")
+    assert caught.value.needed >= nbytes
+    assert 0 < caught.value.available < nbytes
+    (state,) = daemon.status().states
+    assert state.phase == "failed"
+    assert state.error == str(caught.value)
