@@ -332,6 +332,26 @@ async def test_a_refused_connection_that_is_kept_for_a_while_only_delays_the_nex
             sock.close()
 
 
+async def test_after_one_shortage_the_next_is_told_too(
+    path: str, lock: SocketLock, room_for_fds: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    """The reserve, given away in the first, is taken again as soon as there is room."""
+    kept: list[socket.socket] = []
+    served: list[socket.socket] = []
+    listener = Listener(bind_listener(path, lock), lambda sock, _: served.append(sock), kept.append, lock=lock)
+    late = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with contextlib.closing(listener), dial(path), late:
+        with room_for_fds(0):
+            await until(lambda: kept)
+        await until(lambda: not listener.paused)
+        with room_for_fds(0):
+            late.connect(path)
+            await until(lambda: len(kept) == 2)
+        assert not served
+        for sock in kept:
+            sock.close()
+
+
 async def test_without_fds_nobody_waiting_means_nothing_to_do(
     house: House, room_for_fds: Callable[[int], AbstractContextManager[None]]
 ) -> None:

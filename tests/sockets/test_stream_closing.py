@@ -254,6 +254,26 @@ async def test_a_peer_that_resets_while_it_is_told_goodbye_is_not_waited_for(wit
         await closing
 
 
+async def test_saying_goodbye_with_more_to_read_takes_nothing_more_in(with_raw: WithRaw) -> None:
+    stream, raw = with_raw
+    data = frame(1, response(bytes(66_000))) * 3  # four reads, which is all of one turn
+    assert raw.send(data) == len(data)
+
+    async def look_and_leave() -> int:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        taken_in = len(stream._events)
+        raw.close()
+        return taken_in
+
+    await until(lambda: stream._more_reading)
+    raw.send(frame(2, response()))
+    looking = asyncio.create_task(look_and_leave())
+    async with asyncio.timeout(DEADLINE):
+        await stream.close_after_flush(DEADLINE)
+    assert await looking == 0
+
+
 async def test_saying_goodbye_takes_nothing_in_and_sends_nothing_new(with_raw: WithRaw) -> None:
     stream, raw = with_raw
     raw.send(frame(1, response()))
