@@ -7,6 +7,9 @@ look-ups per tensor.
 A state that came from a module carries a record of it (`ModuleRecord`), and is bound exactly:
 kinds, persistence, ties, training modes and listed scalars come back as they were.  A state
 that came from a checkpoint knows names and tensors alone; the module decides the rest.
+
+Of a DTensor it is the local shard that is replaced.  A state that knows how it was cut is
+compared with how the module is distributed, so that one of another rank does not fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.errors import BindError, Scalar
-from wcache_async.manifest import Config, Kind, ModuleRecord, StateManifest
+from wcache_async.manifest import Config, Cut, Kind, ModuleRecord, StateManifest
+from wcache_async.modules.distributed import cut_of, is_distributed, local_shard, placement_text, with_local_shard
 from wcache_async.modules.walk import Held, Walked, walk
 from wcache_async.modules.wrapped import Parts, is_plain, put_together, take_apart, type_name
 
@@ -35,11 +39,16 @@ class Slot:
     kind: Kind
     dtype: str
     shape: tuple[int, ...]
+    """A DTensor's is that of its local shard."""
     device: str
     identity: int
     """Equal for two names of one object (tied weights)."""
     wrapped: str = ""
     """Class and context of a tensor subclass, as text; empty for a plain tensor."""
+    distributed: str = ""
+    """A DTensor's placements and mesh, as text; empty for a tensor that is none."""
+    cut: Cut | None = None
+    """Which part of a DTensor its local shard is; None: all of it."""
 
 
 @dataclass(slots=True)
@@ -67,21 +76,31 @@ class _Offer:
     shape: tuple[int, ...]
     requires_grad: bool
     wrapped: str = ""
+    cut: Cut | None = None
 
 
 def describe(walked: Walked) -> dict[str, Slot]:
-    """A module's structure, for `plan`.  Raises ModuleError for a tensor subclass that is not understood."""
+    """A module's structure, for `plan`.
+
+    Raises ModuleError for a tensor subclass, or a distribution of a DTensor, that is not understood.
+    """
     slots = {}
     for name, held in walked.tensors.items():
         tensor = held.tensor
+        distributed, cut = "", None
+        if is_distributed(tensor):
+            distributed, cut = placement_text(tensor), cut_of(name, tensor)
+            tensor = local_shard(tensor)
         plain = is_plain(tensor)
         slots[name] = Slot(
             kind=held.kind,
             dtype=_dtype(tensor) if plain else "",
             shape=tuple(tensor.shape),
             device=tensor.device.type,
-            identity=id(tensor),
+            identity=id(held.tensor),
             wrapped="" if plain else _wrapped_text(type_name(tensor), take_apart(name, tensor).context_text),
+            distributed=distributed,
+            cut=cut,
         )
     return slots
 
@@ -109,6 +128,7 @@ def plan(
     result = Plan()
     missing: list[str] = []
     mismatched: dict[str, list[Scalar]] = {}
+    distributed: dict[str, str] = {}  # by the state's name
     for name, slot in structure.items():
         source = name if name in offers else by_identity.get(slot.identity)
         if source is None:
@@ -117,7 +137,9 @@ def plan(
                 missing.append(name)
             continue
         offer = offers[source]
-        ours, theirs = _compared(slot, offer, exact=record is not None)
+        ours, theirs = _compared(slot, offer, exact=record is not None, cuts=bool(manifest.cuts))
+        if distributed.setdefault(offer.canonical, slot.distributed) != slot.distributed:
+            ours, theirs = f"distributed as {slot.distributed or 'nothing'}", f"one tensor with {offer.canonical}"
         if ours != theirs:
             mismatched[name] = [ours, theirs]
         result.sources[name] = offer.canonical
@@ -152,14 +174,15 @@ def _offers(manifest: StateManifest) -> dict[str, _Offer]:
             inner.add(entry.name)
             continue
         dtype = manifest.dtypes[entry.dtype]
-        offers[entry.name] = _Offer(entry.name, entry.kind, dtype, entry.shape, entry.requires_grad)
+        cut = manifest.cuts.get(entry.name)
+        offers[entry.name] = _Offer(entry.name, entry.kind, dtype, entry.shape, entry.requires_grad, cut=cut)
     for alias, target in manifest.aliases.items():
         if target in inner:
             continue
         offer = offers[target]
         kind = record.alias_kinds.get(alias, offer.kind)
         if kind is not Kind.INNER:
-            offers[alias] = _Offer(target, kind, offer.dtype, offer.shape, offer.requires_grad)
+            offers[alias] = _Offer(target, kind, offer.dtype, offer.shape, offer.requires_grad, cut=offer.cut)
     for name, tensor in record.wrapped.items():
         if tensor.kind is Kind.INNER:
             continue
@@ -175,11 +198,17 @@ def _offers(manifest: StateManifest) -> dict[str, _Offer]:
     return offers
 
 
-def _compared(slot: Slot, offer: _Offer, *, exact: bool) -> tuple[str, str]:
-    """Module's and state's side of one name as text, equal where they fit."""
+def _compared(slot: Slot, offer: _Offer, *, exact: bool, cuts: bool) -> tuple[str, str]:
+    """Module's and state's side of one name as text, equal where they fit.
+
+    `cuts`: the state knows what it is parts of.  A module without DTensors does not, and has
+    the shapes of parts all the same.
+    """
     ours = slot.wrapped or slot.dtype
     theirs = offer.wrapped or offer.dtype
     ours, theirs = f"{ours}{list(slot.shape)}", f"{theirs}{list(offer.shape)}"
+    if cuts and slot.distributed:
+        ours, theirs = _with_cut(ours, slot.cut), _with_cut(theirs, offer.cut)
     if exact and slot.kind is not offer.kind:
         ours, theirs = f"{_words(slot.kind)} {ours}", f"{_words(offer.kind)} {theirs}"
     return ours, theirs
@@ -268,7 +297,10 @@ def _object_for(
     from torch import nn
 
     old = held.tensor
-    new = maker.make(source, old)
+    if is_distributed(old):
+        new = with_local_shard(source, old, maker.make(source, local_shard(old)))
+    else:
+        new = maker.make(source, old)
     same_place = old.device == new.device and is_plain(old)
     if held.kind is not Kind.PARAMETER:
         return new
@@ -293,6 +325,10 @@ def _dtype(tensor: "torch.Tensor") -> str:
 
 def _wrapped_text(name: str, context: str) -> str:
     return f"{name} {context}".rstrip()
+
+
+def _with_cut(text: str, cut: Cut | None) -> str:
+    return text if cut is None else f"{text}, {cut}"
 
 
 def _words(kind: Kind) -> str:
