@@ -23,7 +23,7 @@ endif
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: $(STAMP) ## Make .venv with everything that development needs (PYTHON=python3.12 make venv)
@@ -73,6 +73,15 @@ format: $(STAMP) ## Apply the formatting, and what of the style can be mended by
 .PHONY: test
 test: lint ## Check everything: style, formatting, types, tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# torch's other way to look for a GPU initialises CUDA, which the process that forks the tests' others must not.
+.PHONY: test-gpu
+test-gpu: $(STAMP) ## Check on a machine with a GPU what only a GPU can show, and what the emulator has wrong
+	@PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest tests/gpu tests/conformance
+
+.PHONY: visit-gpu
+visit-gpu: $(STAMP) ## Find out on a machine with a GPU, in five minutes, how fast and how right it is there
+	@PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m tests.gpu.visit
 
 .PHONY: demo
 demo: $(STAMP) ## Serve a 1 GiB checkpoint to four processes at once, and check every byte

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.emulated_gpu.emulator import emulated, stand_in
+from wcache_async.backends import cuda_driver
 from wcache_async.backends.base import SHM_FD_BACKEND, TORCH_IPC_BACKEND, VMM_FD_BACKEND, WeightCacheTransportBackend
 from wcache_async.backends.registry import get_transport_backend_class
 from wcache_async.manifest import DTYPE_ITEMSIZE
@@ -35,6 +36,8 @@ CASES: tuple[BackendCase, ...] = (
 if emulated():
     stand_in()
     CASES = (BackendCase(VMM_FD_BACKEND, "cpu"),)
+elif torch.version.cuda and cuda_driver.missing_reason() is None:
+    CASES = (*CASES, BackendCase(VMM_FD_BACKEND, "cuda"))
 by_name: Mapping[str, BackendCase] = {case.name: case for case in CASES}
 
 
