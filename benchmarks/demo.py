@@ -130,7 +130,8 @@ def attach(model: str, socket_path: str) -> None:
     async def run() -> None:
         started = perf_counter()
         async with Client(socket_path) as client:
-            state = await client.fetch_state(STATE_NAME, timeout=TIMEOUT_S)
+            # What differs from the checkpoint is to be found by looking at the bytes.
+            state = await client.fetch_state(STATE_NAME, timeout=TIMEOUT_S, allow_stale=True)
             tensors = await state.import_tensors()
             attach_s = perf_counter() - started
 

@@ -19,13 +19,14 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "manifest": {"errors"},
+    "identity": {"errors", "manifest"},
     "protocol": {"errors", "manifest", "version"},
     "sockets": {"errors", "manifest", "protocol", "version"},
     "backends": {"errors", "manifest", "protocol", "sockets", "version"},
     "modules": {"errors", "manifest", "backends"},
-    "sources": {"errors", "manifest", "backends", "modules", "version"},
-    "daemon": {"errors", "manifest", "protocol", "sockets", "backends", "sources", "version"},
-    "client": {"errors", "manifest", "protocol", "sockets", "backends", "modules", "version"},
+    "sources": {"errors", "manifest", "identity", "backends", "modules", "version"},
+    "daemon": {"errors", "manifest", "identity", "protocol", "sockets", "backends", "sources", "version"},
+    "client": {"errors", "manifest", "identity", "protocol", "sockets", "backends", "modules", "version"},
 }
 BELOW = set(ALLOWED)
 ALLOWED["integrations"] = BELOW
@@ -40,6 +41,7 @@ ABSENT: dict[str, set[str]] = {
     "version": PURE,
     "errors": PURE,
     "manifest": PURE,
+    "identity": PURE,
     "protocol": PURE,
     "daemon.states": PURE,
     "daemon.leases": PURE,

@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from wcache_async.client.fetch import FetchedState as FetchedState
     from wcache_async.daemon.lifecycle import Daemon as Daemon
     from wcache_async.errors import WeightCacheError as WeightCacheError
+    from wcache_async.identity.config import standard_config as standard_config
 
-__all__ = ["Client", "Daemon", "FetchedState", "WeightCacheError", "__version__", "blocking", "errors"]
+__all__ = [
+    "Client",
+    "Daemon",
+    "FetchedState",
+    "WeightCacheError",
+    "__version__",
+    "blocking",
+    "errors",
+    "standard_config",
+]
 
 _WHERE = {
     "Client": "wcache_async.client.client",
@@ -27,6 +37,7 @@ _WHERE = {
     "WeightCacheError": "wcache_async.errors",
     "blocking": "wcache_async.client",
     "errors": "wcache_async",
+    "standard_config": "wcache_async.identity.config",
 }
 
 

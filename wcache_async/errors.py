@@ -41,6 +41,7 @@
     │   └── SendQueueFull        the peer reads more slowly than it asks
     ├── DaemonLost               the connection went away under a held state
     ├── StateReleased            a state used after it was released
+    ├── StaleState               the files it was loaded from have changed since
     ├── ClientClosed             a client used after it was closed
     ├── UnknownBackend           no transport backend by that name
     ├── BackendUnavailable       a known backend that cannot work here
@@ -107,6 +108,7 @@ __all__ = [
     "Scalar",
     "SendQueueFull",
     "SourceError",
+    "StaleState",
     "StateExists",
     "StateFailed",
     "StateNotFound",
@@ -791,6 +793,36 @@ class StateReleased(WeightCacheError):
     @property
     def hint(self) -> str:
         return "Fetch it again"
+
+
+class StaleState(WeightCacheError):
+    """The file at `path`, and the `others`, are not what the state was loaded from any more.
+
+    `differences` maps what differs of the first one (``size``, ``mtime_ns``, ``inode``, …) to ``[then, now]``.
+    """
+
+    code: ClassVar[str] = "stale_state"
+    name: str
+    rank: int
+    path: str
+    differences: dict[str, Pair]
+    others: list[str]
+
+    @property
+    def message(self) -> str:
+        parts = [f"{field} was {then}, is {now}" for field, (then, now) in sorted(self.differences.items())]
+        more = f"; also changed: {_first(self.others)}" if self.others else ""
+        return (
+            f"{_state(self.name, self.rank)} was loaded from a file that has changed since: "
+            f"{self.path} ({', '.join(parts)}){more}"
+        )
+
+    @property
+    def hint(self) -> str:
+        return (
+            f"Load it anew with `wcache load MODEL --name {self.name} --replace`, which disturbs no holder, "
+            "or take it as it is with allow_stale=True (`--allow-stale`)"
+        )
 
 
 class ClientClosed(WeightCacheError):

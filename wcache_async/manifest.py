@@ -24,9 +24,11 @@ __all__ = [
     "Arena",
     "Config",
     "Cut",
+    "FileStamp",
     "Kind",
     "Layout",
     "ModuleRecord",
+    "Origin",
     "StateManifest",
     "StateSpec",
     "TensorEntry",
@@ -53,6 +55,8 @@ MAX_DIMENSIONS = 64
 """Dimensions a tensor may have: what torch's iterators take (TensorIterator, at::DimVector)."""
 
 NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Unsigned = Annotated[int, Meta(ge=0)]
+"""Up to 64 bits, as an inode's number may have."""
 
 DTYPE_ITEMSIZE: dict[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
@@ -224,6 +228,31 @@ class StateManifest(Struct, array_like=True, frozen=True):
     def dtype_of(self, entry: TensorEntry) -> str:
         """torch's name of the entry's dtype."""
         return self.dtypes[entry.dtype]
+
+
+class FileStamp(Struct, array_like=True, frozen=True, gc=False):
+    """A file as it was when a state was read from it: `path` as the kernel has it, the rest of its stat(2).
+
+    Field order is the wire's: append only.
+    """
+
+    path: bytes
+    device: Unsigned
+    inode: Unsigned
+    size: Unsigned
+    mtime_ns: int
+
+
+class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The files a state was read from.
+
+    `mount_namespace` tells whether their paths mean the same to another process (0: cannot be
+    told), `local` that all stand on file systems that answer at once.
+    """
+
+    files: tuple[FileStamp, ...]
+    mount_namespace: Unsigned = 0
+    local: bool = False
 
 
 class Layout(Struct, frozen=True, kw_only=True):

@@ -20,13 +20,15 @@ from wcache_async.errors import (
     StateNotFound,
     UnknownMessage,
 )
-from wcache_async.manifest import Config
+from wcache_async.manifest import Config, FileStamp, Origin
 from wcache_async.protocol.messages import (
     Abandon,
     AbandonResponse,
     BuildTicket,
     Claim,
     ErrorResponse,
+    FetchDigests,
+    FetchDigestsResponse,
     FetchState,
     FetchStateResponse,
     Hello,
@@ -71,11 +73,14 @@ STATE_STATUS = StateStatus(
     error="no such file",
     source="safetensors",
     pinned=True,
+    digest="00ff",
+    stale=True,
 )
 
 FULL: list[Message] = [
     Hello(versions=(1, 3), client="engine", pid=42, backends=("vmm_fd", "shm_fd")),
     FetchState(name="m", rank=3, expect={"tp_size": 2}, timeout=1.5, backends=("shm_fd",), progress=True),
+    FetchDigests(lease=2**63 - 1),
     Release(lease=2**63 - 1),
     Status(),
     Load(
@@ -127,7 +132,14 @@ FULL: list[Message] = [
         manifest=b"\x94\x90\x90\x90",
         payload=b"\x01",
         resident_bytes=64,
+        digest="00ff",
+        origin=Origin(
+            files=(FileStamp(b"/m/\xff.safetensors", 2**40, 2**64 - 1, 2**40, -1),),
+            mount_namespace=4026531841,
+            local=True,
+        ),
     ),
+    FetchDigestsResponse(digests=b"\x00" * 16),
     ReleaseResponse(),
     StatusResponse(
         version="0.1.0", pid=9, socket="/run/s", uptime_s=0.25, clients=2, states=(STATE_STATUS,), draining=True

@@ -42,6 +42,7 @@ async def attached(
     expect: Mapping[str, Scalar] | None = None,
     timeout: float | None = None,
     backends: Sequence[str] | None = None,
+    allow_stale: bool = False,
 ) -> AsyncIterator[Attachment]:
     """The state, fetched, and every tensor of it; the lease ends with the context.
 
@@ -66,7 +67,9 @@ async def attached(
         lap("connect")
         with progress_display() as display:
             update = display.track(f"waiting for {name}:{rank}")
-            state = await connected.fetch_state(name, rank=rank, expect=expect, timeout=timeout, progress=update)
+            state = await connected.fetch_state(
+                name, rank=rank, expect=expect, timeout=timeout, allow_stale=allow_stale, progress=update
+            )
         lap("fetch")
         tensors = await state.import_tensors()
         lap("import")

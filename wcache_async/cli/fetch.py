@@ -53,6 +53,9 @@ def fetch(
             help="A way of sharing to accept (repeatable). Default: all that work here.",
         ),
     ] = None,
+    allow_stale: Annotated[
+        bool, typer.Option("--allow-stale", help="Attach also if the files it was loaded from have changed since.")
+    ] = False,
     touch: Annotated[bool, typer.Option("--touch", help="Read a byte of every page, too.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors.")] = False,
     as_json: AsJson = False,
@@ -76,7 +79,14 @@ def fetch(
 
     async def run() -> "Attachment":
         async with attached(
-            socket_path, name, rank=rank, client="wcache fetch", expect=values, timeout=timeout, backends=backends
+            socket_path,
+            name,
+            rank=rank,
+            client="wcache fetch",
+            expect=values,
+            timeout=timeout,
+            backends=backends,
+            allow_stale=allow_stale,
         ) as attachment:
             if touch:
                 started = time.perf_counter()
@@ -121,6 +131,7 @@ def _as_builtins(attachment: "Attachment", *, tensors: bool) -> dict[str, object
         "bytes": state.resident_bytes,
         "transport_backend": state.transport_backend,
         "manifest_bytes": state.manifest_nbytes,
+        "digest": state.digest,
         "config": state.config,
         "daemon_pid": state.daemon_pid,
         "seconds": attachment.seconds,
@@ -132,6 +143,7 @@ def _print(attachment: "Attachment") -> None:
     print(f"state       {state.name}:{state.rank}, generation {state.generation}")
     print(f"tensors     {len(attachment.tensors)}, {size_text(state.resident_bytes)}")
     print(f"transport   {state.transport_backend}, {count_text(state.manifest_nbytes, 'byte')} of manifest")
+    print(f"digest      {state.digest or 'not known'}")
     print(f"config      {' '.join(f'{key}={value}' for key, value in state.config.items())}")
     for step, seconds in attachment.seconds.items():
         note = " (importing torch, once per process)" if step == "prepare" else ""

@@ -48,7 +48,7 @@ def exit_code(error: "WeightCacheError") -> ExitCode:
 
     # Most special first: StateFailed and ConfigMismatch are refusals too.
     match error:
-        case errors.ConfigMismatch():
+        case errors.ConfigMismatch() | errors.StaleState():
             return ExitCode.DIFFERENT
         case errors.StateFailed() | errors.SourceError() | errors.InsufficientMemory() | errors.ExportError():
             return ExitCode.CANNOT_LOAD

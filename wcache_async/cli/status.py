@@ -67,6 +67,11 @@ def _print(answer: "StatusResponse") -> None:
     for state in answer.states:
         if state.error is not None:
             print(f"{state.name}:{state.rank}: {state.error}")
+        if state.stale:
+            print(
+                f"{state.name}:{state.rank}: the files it was loaded from have changed since; "
+                f"`wcache load MODEL --name {state.name} --replace` loads them anew"
+            )
 
 
 def _row(state: "StateStatus") -> tuple[str, ...]:

@@ -68,6 +68,7 @@ class State:
         self.manifest: StateManifest = state.manifest
         self.transport_backend = state.transport_backend
         self.resident_bytes = state.resident_bytes
+        self.digest = state.digest
         self.daemon_pid = state.daemon_pid
         self.built_here = state.built_here
 
@@ -78,6 +79,10 @@ class State:
     def import_tensor(self, name: str) -> "torch.Tensor":
         """One tensor by its name or alias.  Raises KeyError."""
         return _run(self._state.import_tensor(name))
+
+    def fetch_digests(self) -> dict[str, str]:
+        """Each tensor's digest in hexadecimal by name; see `FetchedState.fetch_digests`."""
+        return _run(self._state.fetch_digests())
 
     def bind(self, module: "nn.Module", *, strict: bool = True) -> None:
         """Put the tensors into `module`; all or nothing.  Raises BindError."""
@@ -162,11 +167,19 @@ class Client:
         timeout: float | None = None,
         backends: Sequence[str] | None = None,
         mapping: MappingMode = "private",
+        allow_stale: bool = False,
         progress: Progress | None = None,
     ) -> State:
         """Attach to a state; see `wcache_async.Client.fetch_state`."""
         fetched = self._client.fetch_state(
-            name, rank=rank, expect=expect, timeout=timeout, backends=backends, mapping=mapping, progress=progress
+            name,
+            rank=rank,
+            expect=expect,
+            timeout=timeout,
+            backends=backends,
+            mapping=mapping,
+            allow_stale=allow_stale,
+            progress=progress,
         )
         return State(_run(fetched), None)
 
@@ -274,6 +287,7 @@ def fetch_state(
     timeout: float | None = None,
     backends: Sequence[str] | None = None,
     mapping: MappingMode = "private",
+    allow_stale: bool = False,
     progress: Progress | None = None,
 ) -> State:
     """Attach to a state over a connection of its own, which lives until `State.release`."""
@@ -283,7 +297,13 @@ def fetch_state(
         await client.connect()
         try:
             return await client.fetch_state(
-                name, rank=rank, expect=expect, timeout=timeout, mapping=mapping, progress=progress
+                name,
+                rank=rank,
+                expect=expect,
+                timeout=timeout,
+                mapping=mapping,
+                allow_stale=allow_stale,
+                progress=progress,
             )
         except BaseException:
             await client.close()

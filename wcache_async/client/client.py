@@ -114,13 +114,16 @@ class Client:
         timeout: float | None = None,
         backends: Sequence[str] | None = None,
         mapping: MappingMode = "private",
+        allow_stale: bool = False,
         progress: Progress | None = None,
     ) -> FetchedState:
         """Attach to a state, waiting up to `timeout` seconds (None: without end) while it is LOADING.
 
-        `expect` is compared field by field with the state's config; `progress` is called with
-        bytes done and in all while it loads; `mapping` is explained at ImportOptions.  Raises
-        StateNotFound, StateFailed, ConfigMismatch, BackendNotAccepted, LoadingTimeout, Draining, DaemonLost.
+        `expect` is compared field by field with the state's config, its ``digest`` with the
+        state's; `progress` is called with bytes done and in all while it loads; `mapping` is
+        explained at ImportOptions.  Raises StateNotFound, StateFailed, ConfigMismatch,
+        BackendNotAccepted, LoadingTimeout, Draining, DaemonLost, and StaleState where this process
+        can see that the files the state was loaded from have changed since, unless `allow_stale`.
         """
         session = self._open_session()
         request = FetchState(
@@ -135,7 +138,8 @@ class Client:
         accepted = (session.backends or (TORCH_IPC_BACKEND,)) if request.backends is None else request.backends
         _make_room(accepted)
         response, answer = await session.request(request, FetchStateResponse, progress)
-        return await FetchedState.attach(session, response, answer, ImportOptions(mapping=mapping), accepted)
+        options = ImportOptions(mapping=mapping)
+        return await FetchedState.attach(session, response, answer, options, accepted, allow_stale=allow_stale)
 
     async def load(
         self,

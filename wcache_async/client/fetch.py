@@ -18,10 +18,13 @@ from wcache_async.client.session import Answer, Session
 from wcache_async.errors import (
     BackendNotAccepted,
     DaemonLost,
+    MalformedMessage,
+    StaleState,
     StateReleased,
 )
-from wcache_async.manifest import Config, StateManifest
-from wcache_async.protocol.messages import FetchStateResponse
+from wcache_async.identity.files import changed_files
+from wcache_async.manifest import Config, Origin, StateManifest
+from wcache_async.protocol.messages import DIGEST_NBYTES, FetchDigests, FetchDigestsResponse, FetchStateResponse
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +39,9 @@ import_built_in()
 _AT_ONCE: Final = 512
 """Tensors imported on the loop's thread, by a backend that only computes: half a millisecond, where a thread's
 start and two switches take that too in a process's first attach."""
+
+_FILES_AT_ONCE: Final = 64
+"""Files of local file systems looked at on the loop's thread, 2 µs each."""
 
 _accepted: tuple[str, ...] = () if usable_backends_waits() else usable_backends()
 
@@ -81,6 +87,8 @@ class FetchedState:
         self.resident_bytes = response.resident_bytes
         """Bytes the state keeps resident, once for all that attach."""
         self.manifest_nbytes = response.manifest_nbytes
+        self.digest = response.digest
+        """Of its names, layout and bytes, in hexadecimal; empty where it is not known."""
         self.daemon_pid = session.daemon_pid
         self.built_here = False
         """Whether this client built it (`fetch_or_publish`), rather than found it in the cache."""
@@ -97,11 +105,14 @@ class FetchedState:
         answer: Answer,
         options: ImportOptions,
         accepted: Sequence[str],
+        *,
+        allow_stale: bool = False,
     ) -> "FetchedState":
         """Open what the response announced; on any error nothing stays open and the lease is given back.
 
-        Raises InvalidManifest, FdsTruncated, FdsUndeclared, UnknownBackend, BackendUnavailable, and
-        BackendNotAccepted where the daemon chose a backend that is none of `accepted`.
+        Raises InvalidManifest, FdsTruncated, FdsUndeclared, UnknownBackend, BackendUnavailable,
+        StaleState unless `allow_stale`, and BackendNotAccepted where the daemon chose a backend
+        that is none of `accepted`.
         """
         backend: WeightCacheTransportBackend | None = None
         fds = CarriedFds(answer.take_fds())
@@ -109,6 +120,8 @@ class FetchedState:
             backend = await _backend(response.transport_backend, options)
             if backend.name not in accepted:
                 raise BackendNotAccepted(accepted=list(accepted), exportable=[backend.name])
+            if response.origin is not None and not allow_stale:
+                await _check_files(response, response.origin)
             manifest = await receive_manifest(response.manifest, response.manifest_nbytes, fds)
             await backend.recv_fetch_state_response(fds, response, manifest)
             fds.finish()
@@ -153,6 +166,22 @@ class FetchedState:
                 return await asyncio.to_thread(backend.import_tensor, entry)
         raise KeyError(name)
 
+    async def fetch_digests(self) -> dict[str, str]:
+        """Each tensor's digest in hexadecimal by name, aliases included; empty where the daemon has none.
+
+        A tensor's is the XXH3-128 of its elements' bytes in C order.  Raises StateReleased, DaemonLost.
+        """
+        if self._backend is None:
+            raise StateReleased(name=self.name, rank=self.rank)
+        response, answer = await self._session.request(FetchDigests(lease=self._lease), FetchDigestsResponse)
+        answer.close()
+        tensors, digests = self.manifest.tensors, response.digests
+        if digests and len(digests) != DIGEST_NBYTES * len(tensors):
+            raise MalformedMessage(reason=f"{len(digests)} bytes of digests for {len(tensors)} tensors")
+        each = [digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(digests), DIGEST_NBYTES)]
+        found = {entry.name: digest for entry, digest in zip(tensors, each, strict=False)}
+        return found | {alias: found[target] for alias, target in self.manifest.aliases.items() if found}
+
     async def bind(self, module: "nn.Module", *, strict: bool = True) -> None:
         """Put the state's tensors into `module`, on meta or materialised, in place of its own.
 
@@ -191,6 +220,22 @@ class FetchedState:
         self._session.release(self._lease)
         if not self.lease_ended.done():
             self.lease_ended.set_result(None)
+
+
+async def _check_files(response: FetchStateResponse, origin: Origin) -> None:
+    if origin.local and len(origin.files) <= _FILES_AT_ONCE:
+        changed = changed_files(origin)
+    else:
+        changed = await asyncio.to_thread(changed_files, origin)
+    if changed:
+        (path, differences), *others = changed.items()
+        raise StaleState(
+            name=response.name,
+            rank=response.rank,
+            path=path,
+            differences=differences,
+            others=[other for other, _ in others],
+        )
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -128,6 +128,8 @@ class Exporter:
             async with self._one_load:
                 loaded = await self._in_thread(partial(run_load, load, backend, self.device, self._reader_threads))
             generation.config = loaded.config | generation.config
+            generation.origin = loaded.origin
+            generation.digest, generation.tensor_digests = loaded.digests.state, loaded.digests.tensors
             effects = self._hold(generation, loaded.manifest, loaded.export, load.started, fixed=fixed)
         except LoadCancelled:
             effects = []
@@ -220,6 +222,8 @@ class Exporter:
     ) -> Generation:
         """The READY generation of that key, waiting for it while it is LOADING.
 
+        Besides the config's fields, `expect` may have ``digest``, the state's.
+
         Raises StateNotFound, StateFailed, StateUnloaded, ConfigMismatch, LoadingTimeout, Draining.
         """
         started = time.monotonic()
@@ -249,7 +253,7 @@ class Exporter:
             waited = True
             if progress:
                 progress(generation.bytes_done, generation.bytes_total)
-        differences = compare_config(expect, generation.config)
+        differences = compare_config(expect, {"digest": generation.digest} | generation.config)
         if differences:
             raise ConfigMismatch(name=key.name, rank=key.rank, differences=differences)
         return generation
@@ -337,6 +341,10 @@ class Exporter:
     def _check_open(self) -> None:
         if self.closing:
             raise Draining
+
+    def tensor_digests(self, connection: int, lease: int) -> bytes:
+        """Those of the state that the lease holds; none where they are not known.  Raises LeaseNotFound."""
+        return self._leases.find(connection, lease).tensor_digests
 
     async def release(self, connection: int, lease: int) -> None:
         """End one lease.  Raises LeaseNotFound."""

@@ -25,12 +25,18 @@ class LeaseTable:
         self._held.setdefault(connection, {})[self._last] = generation
         return self._last
 
-    def release(self, connection: int, lease: int) -> Generation:
-        """End one lease of that connection.  Raises LeaseNotFound, also for another's lease."""
+    def find(self, connection: int, lease: int) -> Generation:
+        """What that lease of that connection holds.  Raises LeaseNotFound, also for another's lease."""
         held = self._held.get(connection, {})
         if lease not in held:
             raise LeaseNotFound(lease=lease)
-        generation = held.pop(lease)
+        return held[lease]
+
+    def release(self, connection: int, lease: int) -> Generation:
+        """End one lease of that connection.  Raises LeaseNotFound, also for another's lease."""
+        generation = self.find(connection, lease)
+        held = self._held[connection]
+        del held[lease]
         if not held:
             del self._held[connection]
         return generation

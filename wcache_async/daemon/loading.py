@@ -15,12 +15,14 @@ from wcache_async.backends.carried import pack_manifest
 from wcache_async.backends.memfd import read_memfd
 from wcache_async.daemon.states import Generation
 from wcache_async.errors import SourceError, WeightCacheError
-from wcache_async.manifest import Config, StateManifest, StateSpec, decode_manifest, spec_of
+from wcache_async.identity.digests import StateDigester, StateDigests
+from wcache_async.identity.files import origin_of
+from wcache_async.manifest import Config, Origin, StateManifest, StateSpec, decode_manifest, spec_of
 from wcache_async.protocol.messages import FetchStateResponse
 from wcache_async.sockets.fds import OwnedFd
 from wcache_async.sources.base import Source
 
-__all__ = ["Export", "Load", "LoadCancelled", "Loaded", "copy_export", "run_load"]
+__all__ = ["Export", "Load", "LoadCancelled", "Loaded", "copy_export", "digest_export", "run_load"]
 
 logger = logging.getLogger("wcache_async.daemon")
 
@@ -65,6 +67,8 @@ class Export:
             config=generation.config,
             manifest=self.manifest,
             manifest_nbytes=self.manifest_nbytes,
+            digest=generation.digest,
+            origin=generation.origin,
         )
         fds = [] if self.manifest_fd is None else [self.manifest_fd.duplicate()]
         await self.backend.send_fetch_state_response(sender, response, fds)
@@ -106,6 +110,8 @@ class Loaded:
     export: Export
     manifest: StateManifest
     config: Config
+    digests: StateDigests
+    origin: Origin | None
 
 
 def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, threads: int) -> Loaded:
@@ -122,13 +128,14 @@ def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, thre
             load.admit(spec.nbytes)
             writer = backend.begin_export(spec, device=device)
             try:
-                _fill(spec, source, load, threads, writer)
+                digests = _fill(spec, source, load, threads, writer)
                 load.advance(0)
                 manifest = writer.finish()
             finally:
                 writer.abort()
-            export = Export.of(backend, manifest)
             config = source.config()
+            origin = origin_of(source.files())
+            export = Export.of(backend, manifest)
     except (WeightCacheError, LoadCancelled):
         backend.close()
         raise
@@ -139,7 +146,7 @@ def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, thre
             logger.exception("loading %s failed unexpectedly", path)
         raise SourceError(path=path, reason=f"{type(error).__name__}: {error}") from error
     load.generation.bytes_done = spec.nbytes
-    return Loaded(export, manifest, config)
+    return Loaded(export, manifest, config, digests, origin)
 
 
 def copy_export(export: Export, backend: WeightCacheTransportBackend, check: Callable[[], None]) -> Export:
@@ -165,9 +172,50 @@ def copy_export(export: Export, backend: WeightCacheTransportBackend, check: Cal
         raise
 
 
-def _fill(spec: StateSpec, source: Source, load: Load, threads: int, writer: StateWriter) -> None:
-    """Read every storage, by several threads that each take the next one; the first error stops all."""
-    numbers = iter(range(len(spec.storages)))
+def digest_export(export: Export, manifest: StateManifest, *, threads: int) -> StateDigests:
+    """The digests of what somebody else has written.  Blocks.
+
+    Each thread takes 8 MiB, or as much as the storage that it reads where a tensor is scattered over
+    it.  Raises BackendUnavailable from a backend that cannot look into its own arenas.
+    """
+    spec, starts = spec_of(manifest)
+    digester = StateDigester(spec)
+
+    def digest(number: int) -> None:
+        arena, offset = starts[number]
+        nbytes = spec.storages[number]
+        taken = digester.storage(number)
+        step = nbytes if taken.needs_whole else min(nbytes, _CHUNK_NBYTES)
+        with memoryview(bytearray(step)) as buffer:
+            for start in range(0, nbytes, step or 1):
+                with buffer[: min(step, nbytes - start)] as piece:
+                    export.backend.read_arena(arena, offset + start, piece)
+                    taken.feed(piece)
+            taken.finish(buffer)
+
+    _for_every_storage(len(spec.storages), threads, digest)
+    return digester.finish()
+
+
+_CHUNK_NBYTES = 8 << 20
+
+
+def _fill(spec: StateSpec, source: Source, load: Load, threads: int, writer: StateWriter) -> StateDigests:
+    digester = StateDigester(spec)
+
+    def fill(number: int) -> None:
+        taken = digester.storage(number)
+        with writer.storage(number) as into:
+            source.read(number, into, taken.watch(into, load.advance))
+            taken.finish(into)
+
+    _for_every_storage(len(spec.storages), threads, fill)
+    return digester.finish()
+
+
+def _for_every_storage(count: int, threads: int, work: Callable[[int], None]) -> None:
+    """Do it by several threads that each take the next storage; the first error stops all."""
+    numbers = iter(range(count))
     failed = False
 
     def worker() -> None:
@@ -177,13 +225,12 @@ def _fill(spec: StateSpec, source: Source, load: Load, threads: int, writer: Sta
             if failed:
                 return
             try:
-                with writer.storage(number) as into:
-                    source.read(number, into, load.advance)
+                work(number)
             except BaseException:
                 failed = True
                 raise
 
-    threads = min(threads, len(spec.storages)) or 1
+    threads = min(threads, count) or 1
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="wcache-read") as pool:
         for future in [pool.submit(worker) for _ in range(threads)]:
             future.result()

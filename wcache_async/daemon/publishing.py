@@ -7,6 +7,7 @@ next client that claims the state builds it; where none does, the state is withd
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter
 
@@ -14,16 +15,18 @@ from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.backends.carried import CarriedFds, receive_manifest
 from wcache_async.backends.registry import get_transport_backend_class
 from wcache_async.daemon.exporter import PROGRESS_INTERVAL_S, Exporter, Progress
-from wcache_async.daemon.loading import Export
+from wcache_async.daemon.loading import Export, digest_export
 from wcache_async.daemon.states import Generation, Phase, StateKey
 from wcache_async.errors import (
     BackendNotAccepted,
+    BackendUnavailable,
     BuildNotGranted,
     ConfigMismatch,
     Draining,
     LoadingTimeout,
     StateUnloaded,
 )
+from wcache_async.identity.digests import StateDigests
 from wcache_async.manifest import Config, StateManifest, compare_config
 from wcache_async.protocol.messages import Publish
 
@@ -130,6 +133,7 @@ class Publishing:
         try:
             export, manifest = await self._receive(request, carried)
             try:
+                digests = await asyncio.to_thread(_digests, export, manifest)
                 await self._exporter.admit(generation, manifest.tensor_bytes)
                 self._check_still_wanted(generation)
             except BaseException:
@@ -143,6 +147,7 @@ class Publishing:
         self._tickets.pop(request.ticket, None)
         generation.builder = None
         generation.config = request.config
+        generation.digest, generation.tensor_digests = digests.state, digests.tensors
         await self._exporter.adopt(generation, manifest, export)
         return generation
 
@@ -182,6 +187,14 @@ class Publishing:
         if wanted not in ("auto", name):
             raise BackendNotAccepted(accepted=[wanted], exportable=[name])
         return get_transport_backend_class(name)()
+
+
+def _digests(export: Export, manifest: StateManifest) -> StateDigests:
+    try:
+        return digest_export(export, manifest, threads=min(4, os.cpu_count() or 1))
+    except BackendUnavailable as error:
+        logger.warning("a published state has no digest: %s", error)
+        return StateDigests(state="", tensors=b"")
 
 
 def _check_config(generation: Generation, config: Config) -> None:

@@ -22,6 +22,7 @@ from wcache_async.daemon.exporter import Exporter, Progress
 from wcache_async.daemon.publishing import Publishing
 from wcache_async.daemon.states import Generation, StateKey
 from wcache_async.daemon.status import describe, describe_all
+from wcache_async.daemon.watching import FileWatch
 from wcache_async.errors import (
     Draining,
     InvalidRequest,
@@ -41,6 +42,8 @@ from wcache_async.protocol.messages import (
     BuildTicket,
     Claim,
     ErrorResponse,
+    FetchDigests,
+    FetchDigestsResponse,
     FetchState,
     FetchStateResponse,
     Hello,
@@ -96,6 +99,7 @@ class Server:
     ) -> None:
         self.exporter = exporter
         self.publishing = Publishing(exporter)
+        self.files = FileWatch(exporter.table)
         self.socket_path = socket_path
         self.version = version
         self.instance = instance
@@ -342,10 +346,14 @@ class Session:
         match message:
             case FetchState():
                 await self._fetch_state(request_id, message)
+            case FetchDigests(lease=lease):
+                digests = self.exporter.tensor_digests(self.number, lease)
+                self.stream.send(request_id, FetchDigestsResponse(digests=digests))
             case Release(lease=lease):
                 await self.exporter.release(self.number, lease)
                 self.stream.send(request_id, ReleaseResponse())
             case Status():
+                await self.server.files.look()
                 self.stream.send(request_id, self.server.status())
             case Load():
                 await self._load(request_id, message)

@@ -28,7 +28,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from wcache_async.errors import StateExists, StateFailed, StateNotFound, WeightCacheError
-from wcache_async.manifest import Config
+from wcache_async.manifest import Config, Origin
 
 __all__ = ["Cancel", "Discard", "Effect", "Generation", "Phase", "StateKey", "StateTable", "Wake"]
 
@@ -75,6 +75,13 @@ class Generation:
     """When it was last leased or let go, on the monotonic clock in seconds."""
     held: bool = True
     """Whether the table still names it."""
+    digest: str = ""
+    """Of the whole state, in hexadecimal; empty until it is known."""
+    tensor_digests: bytes = b""
+    """Each tensor's, in the manifest's order, end to end."""
+    origin: Origin | None = None
+    stale: bool = False
+    """Whether the files it was read from had changed when they were last looked at."""
 
 
 @dataclass(frozen=True, slots=True)

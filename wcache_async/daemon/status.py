@@ -24,6 +24,8 @@ def describe(generation: Generation) -> StateStatus:
         error=None if generation.error is None else str(generation.error),
         source=generation.source,
         pinned=generation.pinned,
+        digest=generation.digest,
+        stale=generation.stale,
     )
 
 

@@ -34,6 +34,7 @@ def from_cache(
     expect: Mapping[str, Scalar] | None = None,
     timeout: float | None = None,
     backends: Sequence[str] | None = None,
+    allow_stale: bool = False,
 ) -> Any:  # Any: a PreTrainedModel, which is not typed
     """The model of a state, bound to the cache's memory, in the mode (eval) it was cached in.
 
@@ -43,7 +44,13 @@ def from_cache(
     BindError where this process's transformers builds another module than the daemon's.
     """
     state = blocking.fetch_state(
-        name, socket_path=socket_path, rank=rank, expect=expect, timeout=timeout, backends=backends
+        name,
+        socket_path=socket_path,
+        rank=rank,
+        expect=expect,
+        timeout=timeout,
+        backends=backends,
+        allow_stale=allow_stale,
     )
     try:
         record = state.manifest.module

@@ -18,15 +18,18 @@ from wcache_async.errors import (
     error_from_wire,
     wire_text,
 )
-from wcache_async.manifest import Config, NonNegative
+from wcache_async.manifest import Config, NonNegative, Origin
 
 __all__ = [
+    "DIGEST_NBYTES",
     "PROTOCOL_VERSIONS",
     "Abandon",
     "AbandonResponse",
     "BuildTicket",
     "Claim",
     "ErrorResponse",
+    "FetchDigests",
+    "FetchDigestsResponse",
     "FetchState",
     "FetchStateResponse",
     "Hello",
@@ -59,6 +62,9 @@ __all__ = [
 
 PROTOCOL_VERSIONS = (1, 1)
 """Lowest and highest protocol version this release speaks."""
+
+DIGEST_NBYTES = 16
+"""Bytes of a tensor's digest."""
 
 Seconds = Annotated[float, Meta(ge=0)]
 
@@ -96,6 +102,12 @@ class FetchState(_Message, frozen=True, kw_only=True, tag="fetch_state"):
     backends: tuple[str, ...] | None = None
     """Overrides the accepted backends of the Hello for this request."""
     progress: bool = False
+
+
+class FetchDigests(_Message, frozen=True, kw_only=True, tag="fetch_digests"):
+    """Ask for the digests of the tensors of the state that `lease` holds."""
+
+    lease: NonNegative
 
 
 class Release(_Message, frozen=True, kw_only=True, tag="release"):
@@ -188,7 +200,7 @@ class Stop(_Message, frozen=True, kw_only=True, tag="stop"):
     """Shut the daemon down as SIGTERM does."""
 
 
-Request = Hello | FetchState | Release | Status | Load | Unload | Publish | Claim | Abandon | Pin | Stop
+Request = Hello | FetchState | FetchDigests | Release | Status | Load | Unload | Publish | Claim | Abandon | Pin | Stop
 
 
 # --------------------------------------------------------------------------------- responses
@@ -237,6 +249,16 @@ class FetchStateResponse(_Message, frozen=True, kw_only=True, tag="fetch_state_r
     manifest: bytes | None = None
     payload: bytes = b""
     resident_bytes: NonNegative = 0
+    digest: str = ""
+    """The whole state's, in hexadecimal; empty where the daemon does not know it."""
+    origin: Origin | None = None
+    """The files the state was read from; None for one that was built."""
+
+
+class FetchDigestsResponse(_Message, frozen=True, kw_only=True, tag="fetch_digests_response"):
+    """Each tensor's digest, DIGEST_NBYTES long, in the manifest's order, end to end; none where there are none."""
+
+    digests: bytes = b""
 
 
 class ReleaseResponse(_Message, frozen=True, kw_only=True, tag="release_response"):
@@ -259,6 +281,9 @@ class StateStatus(Struct, frozen=True, kw_only=True):
     error: str | None = None
     source: str = ""
     pinned: bool = False
+    digest: str = ""
+    stale: bool = False
+    """The files it was loaded from have changed since."""
 
 
 class StatusResponse(_Message, frozen=True, kw_only=True, tag="status_response"):
@@ -338,6 +363,7 @@ Response = (
     Welcome
     | LoadProgress
     | FetchStateResponse
+    | FetchDigestsResponse
     | ReleaseResponse
     | StatusResponse
     | LoadResponse

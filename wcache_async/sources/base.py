@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Self
 
-from wcache_async.manifest import Config, StateSpec
+from wcache_async.manifest import Config, FileStamp, StateSpec
 
 __all__ = ["Advance", "Source"]
 
@@ -17,7 +17,8 @@ Advance = Callable[[int], None]
 """Called with the bytes just filled, often enough for a progress bar; may raise to stop the read.
 
 A storage is filled from its first byte to its last, so that whoever only compares need not
-keep what it has seen.  Over all storages the counts add up to `StateSpec.nbytes`, whatever was cast on the way.
+keep what it has seen, and whoever takes digests does so at once.  Over all storages the counts
+add up to `StateSpec.nbytes`, whatever was cast on the way.
 """
 
 
@@ -45,6 +46,13 @@ class Source(ABC):
         ``source`` is `kind`; ``dtype`` is the one dtype of all floating-point tensors, or
         ``mixed``.
         """
+
+    def files(self) -> tuple[FileStamp, ...]:
+        """The files of this machine that it reads, as they are while it does; valid once open.
+
+        None for a source that is no local checkpoint.
+        """
+        return ()
 
     @abstractmethod
     def read(self, storage: int, into: memoryview, advance: Advance) -> None:

@@ -9,7 +9,8 @@ from typing import Self
 from msgspec import Struct
 
 from wcache_async.errors import SourceError
-from wcache_async.manifest import DTYPE_ITEMSIZE, Config, StateSpec
+from wcache_async.identity.files import stamp_of
+from wcache_async.manifest import DTYPE_ITEMSIZE, Config, FileStamp, StateSpec
 from wcache_async.sources.base import Advance, Source
 
 __all__ = ["CheckpointFile", "FileSource", "Runs", "StorageRange", "uniform_dtype"]
@@ -95,7 +96,7 @@ class CheckpointFile:
             self.close()
             raise SourceError(path=path, reason=_reason(error)) from error
         self.nbytes = status.st_size
-        self._stamp = (status.st_size, status.st_mtime_ns)
+        self.stamp = stamp_of(path, status)
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +140,7 @@ class CheckpointFile:
             status = os.fstat(self.fd)
         except OSError as error:
             raise SourceError(path=self.path, tensor=tensor, reason=_reason(error)) from error
-        if (status.st_size, status.st_mtime_ns) != self._stamp:
+        if (status.st_size, status.st_mtime_ns) != (self.stamp.size, self.stamp.mtime_ns):
             raise SourceError(path=self.path, tensor=tensor, reason="the file was changed after it was opened")
 
 
@@ -175,6 +176,9 @@ class FileSource(Source):
 
     def config(self) -> Config:
         return {"source": self.kind, "dtype": uniform_dtype(self._opened())}
+
+    def files(self) -> tuple[FileStamp, ...]:
+        return tuple(file.stamp for file in self._files)
 
     def read(self, storage: int, into: memoryview, advance: Advance) -> None:
         self._opened()

@@ -1,11 +1,12 @@
 """A live nn.Module as a source: what a factory has built in this process, after whatever processing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from wcache_async.errors import ModuleError, SourceError
+from wcache_async.identity.config import device_capability
 from wcache_async.manifest import Config, StateSpec
 from wcache_async.modules.export import copy_region, describe_module
 from wcache_async.sources.base import Advance, Source
@@ -53,7 +54,7 @@ class ModuleSource(Source):
         if self._documents is not None and spec.module is not None:
             record = msgspec.structs.replace(spec.module, documents=self._documents(module))
             spec = msgspec.structs.replace(spec, module=record)
-        self._config = _describe(module, spec) | self._config
+        self._config = _describe(module, spec, regions) | self._config
         return spec
 
     def config(self) -> Config:
@@ -70,13 +71,15 @@ class ModuleSource(Source):
         self._regions.clear()
 
 
-def _describe(module: "nn.Module", spec: StateSpec) -> Config:
+def _describe(module: "nn.Module", spec: StateSpec, regions: "Sequence[StorageRegion]") -> Config:
     import torch
 
+    devices = {region.tensors[0].device for region in regions}
     dtypes = {t.dtype for t in spec.tensors if getattr(torch, t.dtype).is_floating_point}
     return {
         "source": ModuleSource.kind,
         "dtype": dtypes.pop() if len(dtypes) == 1 else "mixed",
         "module": type(module).__qualname__,
         "torch_version": str(torch.__version__),
+        "device_capability": ", ".join(sorted({device_capability(device) for device in devices})),
     }

@@ -110,6 +110,8 @@ class SafetensorsSource(FileSource):
                     )
                 )
         check_against_index(self._checkpoint, found)
+        if self._checkpoint.index:
+            self._open_file(self._checkpoint.index)  # Part of the checkpoint: a new one means other shards.
         if not tensors:
             raise SourceError(path=self.path, reason="it holds no tensor")
         return StateSpec(storages=tuple(r.filled_nbytes for r in ranges), tensors=tuple(tensors)), ranges

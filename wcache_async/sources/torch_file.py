@@ -57,6 +57,8 @@ class TorchFileSource(FileSource):
                 tensors += _tensor_specs(views, part, len(ranges))
                 ranges.append(part)
         check_against_index(self._checkpoint, found)
+        if self._checkpoint.index:
+            self._open_file(self._checkpoint.index)  # Part of the checkpoint: a new one means other shards.
         nbytes = tuple(part.filled_nbytes for part in ranges)
         return StateSpec(storages=nbytes, tensors=tuple(tensors), aliases=aliases), ranges
 

@@ -6,12 +6,16 @@ and quantised them, and the two texts it takes to build it again without them, i
 """
 
 import json
+import os
+import re
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
 from wcache_async.errors import SourceError
-from wcache_async.manifest import Config, StateSpec
+from wcache_async.identity.config import quantization_hash
+from wcache_async.identity.files import stamp_file
+from wcache_async.manifest import Config, FileStamp, StateSpec
 from wcache_async.sources.module import ModuleSource
 
 if TYPE_CHECKING:
@@ -21,6 +25,11 @@ __all__ = ["CONFIG_DOCUMENT", "GENERATION_DOCUMENT", "TransformersOptions", "Tra
 
 CONFIG_DOCUMENT = "config.json"
 GENERATION_DOCUMENT = "generation_config.json"
+
+_READ = re.compile(
+    r"(adapter_|generation_)?config\.json|(model|pytorch_model|adapter_model)\b.*\.(safetensors|bin)(\.index\.json)?"
+)
+"""Names of the files that `from_pretrained` may read a model from, those of its tokenizer not among them."""
 
 
 class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,16 +54,25 @@ class TransformersSource(ModuleSource):
         super().__init__(self._load, name=path, documents=_documents)
         self._dtype = dtype
         self._options = options
+        self._files: tuple[FileStamp, ...] = ()
+        self._quantization_hash = ""
 
     def open(self) -> StateSpec:
+        self._files = _stamp_folder(self.path)
         spec = super().open()
+        if _stamp_folder(self.path) != self._files:
+            raise SourceError(path=self.path, reason="its files were changed while they were loaded")
         self._config |= self._settings()
         return spec
+
+    def files(self) -> tuple[FileStamp, ...]:
+        return self._files
 
     def _settings(self) -> Config:
         """How the state was built, taken from what was asked for: loading changes a model's own config."""
         asked = msgspec.structs.asdict(self._options)
-        return {"source": self.kind} | {name: value for name, value in asked.items() if value and name != "class_name"}
+        given = {name: value for name, value in asked.items() if value and name != "class_name"}
+        return {"source": self.kind, "quantization_hash": self._quantization_hash} | given
 
     def _load(self) -> "nn.Module":
         try:
@@ -74,6 +92,9 @@ class TransformersSource(ModuleSource):
                 arguments["quantization_config"] = _quantization(options.quantization)
             config = transformers.AutoConfig.from_pretrained(self.path, **_only(arguments, "revision"))
             cls = model_class(options.class_name or _architecture(config))
+            # Before from_pretrained, which changes what it is given.
+            asked = options.quantization or getattr(config, "quantization_config", None)
+            self._quantization_hash = quantization_hash(asked)
             model = cls.from_pretrained(self.path, **arguments)
         except (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError) as error:
             # What transformers raises for a folder it cannot make a model of.
@@ -106,6 +127,16 @@ def _quantization(text: str) -> Any:
 
 def _only(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: arguments[name] for name in names if name in arguments}
+
+
+def _stamp_folder(path: str) -> tuple[FileStamp, ...]:
+    """The files of the folder a model is read from; none where `path` is a hub's name for it."""
+    try:
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in entries if _READ.fullmatch(entry.name) and entry.is_file())
+        return tuple(stamp_file(os.path.join(path, name)) for name in names)
+    except (OSError, ValueError):
+        return ()
 
 
 def _documents(model: "nn.Module") -> dict[str, str]:
