@@ -20,6 +20,7 @@ from wcache_async.cli.options import (
 from wcache_async.cli.outcome import print_json, reported
 from wcache_async.cli.progress import progress_display
 from wcache_async.cli.status import state_as_builtins
+from wcache_async.cli.tensor_parallel import TpPlanFile, TpSize, shares
 from wcache_async.cli.units import count_text, size_text
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def load(
     dtype: DtypeName = "",
     option: OptionItems = None,
     config: ConfigItems = None,
+    tp_size: TpSize = None,
+    tp_plan: TpPlanFile = "",
     backend: BackendName = "auto",
     replace: Annotated[
         bool,
@@ -69,28 +72,40 @@ def load(
     name = name or model_name(model)
     values = parse_items(config, "--config")
     options = parse_items(option, "--option")
+    ranks = shares(tp_size, tp_plan, rank=rank, source=source)
 
-    async def ask() -> "StateStatus":
+    async def ask() -> "list[StateStatus]":
         async with Client(socket_path, backends=(), name="wcache load") as client:
             with progress_display() as display:
-                return await client.load(
-                    model,
-                    name,
-                    rank=rank,
-                    source=source,
-                    dtype=dtype,
-                    backend=backend,
-                    options=options,
-                    config=values,
-                    replace=replace,
-                    wait=wait,
-                    progress=display.track(f"loading {name}:{rank}"),
-                )
+                loads = [
+                    client.load(
+                        model,
+                        name,
+                        rank=number,
+                        source=source,
+                        dtype=dtype,
+                        backend=backend,
+                        options=options | share,
+                        config=values,
+                        replace=replace,
+                        wait=wait,
+                        progress=display.track(f"loading {name}:{number}"),
+                    )
+                    for number, share in ranks
+                ]
+                return await asyncio.gather(*loads)
 
-    state = asyncio.run(ask())
+    states = asyncio.run(ask())
     if as_json:
-        print_json(state_as_builtins(state))
-    elif state.phase == "ready":
+        shown = [state_as_builtins(state) for state in states]
+        print_json(shown[0] if tp_size is None else {"states": shown})
+        return
+    for state in states:
+        _print(state)
+
+
+def _print(state: "StateStatus") -> None:
+    if state.phase == "ready":
         print(
             f"{state.name}:{state.rank} is ready: generation {state.generation}, "
             f"{count_text(state.tensors, 'tensor')}, {size_text(state.bytes)}"

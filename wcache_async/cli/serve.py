@@ -23,6 +23,7 @@ from wcache_async.cli.options import (
 )
 from wcache_async.cli.outcome import ExitCode, reported
 from wcache_async.cli.progress import Display, Update, progress_display
+from wcache_async.cli.tensor_parallel import TpPlanFile, TpSize, shares
 
 if TYPE_CHECKING:
     from wcache_async.daemon.lifecycle import Daemon
@@ -54,6 +55,8 @@ def serve(
     dtype: DtypeName = "",
     option: OptionItems = None,
     config: ConfigItems = None,
+    tp_size: TpSize = None,
+    tp_plan: TpPlanFile = "",
     backend: BackendName = "auto",
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Where states are kept.")] = "cpu",
     max_clients: Annotated[
@@ -98,6 +101,7 @@ def serve(
     named = _named(models or (), name)
     values = parse_items(config, "--config")
     options = parse_items(option, "--option")
+    ranks = shares(tp_size, tp_plan, rank=rank, source=source)
     log_to_standard_error(log_level)
     _raise_fd_limit()
     daemon = Daemon(
@@ -111,8 +115,11 @@ def serve(
 
     def begin_loads() -> "list[Generation]":
         return [
-            daemon.begin_load(path, name=state, rank=rank, kind=source, dtype=dtype, options=options, config=values)
+            daemon.begin_load(
+                path, name=state, rank=number, kind=source, dtype=dtype, options=options | share, config=values
+            )
             for state, path in named.items()
+            for number, share in ranks
         ]
 
     with progress_display() as display:

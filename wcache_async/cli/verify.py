@@ -7,6 +7,7 @@ import typer
 from wcache_async.cli.options import AsJson, DtypeName, ModelPath, Rank, SocketPath, SourceKind, model_name
 from wcache_async.cli.outcome import ExitCode, print_json, reported
 from wcache_async.cli.progress import progress_display
+from wcache_async.cli.tensor_parallel import TpPlanFile, TpSize, share_of
 from wcache_async.cli.units import count_text, size_text
 
 if TYPE_CHECKING:
@@ -33,12 +34,14 @@ def verify(
     socket_path: SocketPath = None,
     source: SourceKind = "auto",
     dtype: DtypeName = "",
+    tp_size: TpSize = None,
+    tp_plan: TpPlanFile = "",
     as_json: AsJson = False,
 ) -> ExitCode:
     """Compare a state with its checkpoint, byte by byte.
 
-    Names, shapes and dtypes are compared too.  Give --dtype and --source as they were given to
-    serve or load.  Exits with 1 on any difference, and names each.
+    Names, shapes and dtypes are compared too.  Give --dtype, --source, --tp-size and --tp-plan as
+    they were given to serve or load.  Exits with 1 on any difference, and names each.
 
     \b
     Example:
@@ -54,14 +57,15 @@ def verify(
     from wcache_async.sources import open_source
 
     name = name or model_name(model)
+    options = share_of(tp_size, tp_plan, rank=rank, source=source)
 
     async def run() -> "tuple[FetchedState, Comparison]":
-        async with attached(socket_path, name, rank=rank, client="wcache verify") as attachment:
+        async with attached(socket_path, name, rank=rank, client="wcache verify", allow_stale=True) as attachment:
             with progress_display() as display:
                 update = display.track(f"comparing {name}:{rank}", quiet_s=2.0)
 
                 def compare() -> "Comparison":
-                    with open_source(model, kind=source, dtype=dtype) as opened:
+                    with open_source(model, kind=source, dtype=dtype, options=options) as opened:
                         return compare_with_source(opened, attachment.tensors, update)
 
                 return attachment.state, await asyncio.to_thread(compare)
