@@ -251,6 +251,14 @@ def test_what_a_plan_refuses_leaves_nothing_open(checkpoint: tuple[Path, Path, T
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_a_plan_is_one_of_the_files_a_share_is_made_of(checkpoint: tuple[Path, Path, Tensors]) -> None:
+    """Or a client would not be told that the state is stale when it changes."""
+    folder, plan, _ = checkpoint
+    with open_source(str(folder), options={"tp_size": 2, "tp_rank": 1, "tp_plan": str(plan)}) as source:
+        source.open()
+        assert os.fsencode(plan) in {stamp.path for stamp in source.files()}
+
+
 def test_reading_a_share_imports_no_torch(checkpoint: tuple[Path, Path, Tensors]) -> None:
     folder, plan, _ = checkpoint
     code = """

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from wcache_async.errors import Scalar, SourceError
 from wcache_async.manifest import DTYPE_ITEMSIZE, Config, Cut, StateSpec, TensorSpec
-from wcache_async.sources.files import CheckpointFile, Runs, StorageRange
+from wcache_async.sources.files import Runs, StorageRange
 from wcache_async.sources.locate import Checkpoint
 from wcache_async.sources.safetensors import SafetensorsSource
 from wcache_async.sources.tp_plan import TpPlan, cut_tensors, parse_plan
@@ -79,12 +79,22 @@ class ShardedSource(SafetensorsSource):
         )
 
     def _plan(self) -> TpPlan:
+        # Opened like the checkpoint's own files: with another plan it is another state.
         if self._share.tp_plan:
-            with CheckpointFile(self._share.tp_plan) as file:
-                return parse_plan(file.path, file.head(file.nbytes))
-        from wcache_async.sources.transformers_plan import plan_of_model
+            file = self._open_file(self._share.tp_plan)
+            return parse_plan(file.path, file.head(file.nbytes))
+        from wcache_async.sources.transformers_plan import MODEL_CONFIG, plan_of_model
 
-        return plan_of_model(self.path)
+        folder = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
+        try:
+            file = self._open_file(os.path.join(folder, MODEL_CONFIG))
+            return plan_of_model(file.path, file.head(file.nbytes).decode())
+        except (SourceError, UnicodeDecodeError) as error:
+            reason = error.reason
+            raise SourceError(
+                path=os.path.join(folder, MODEL_CONFIG),
+                reason=f"no plan to cut by could be had ({reason}); give a --tp-plan",
+            ) from error
 
 
 def _shape_of(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:

@@ -8,56 +8,45 @@ import msgspec
 from wcache_async.errors import SourceError
 from wcache_async.sources.tp_plan import Rule, TpPlan, patterns_that_name
 
-__all__ = ["plan_of_model"]
+__all__ = ["MODEL_CONFIG", "plan_of_model"]
 
-_CONFIG = "config.json"
+MODEL_CONFIG = "config.json"
+"""Beside a checkpoint it says which model it is of."""
 
 
-def plan_of_model(path: str) -> TpPlan:
-    """The plan of the class that ``config.json`` names, in or beside the checkpoint at `path`.
+@functools.lru_cache(maxsize=8)  # Every rank of a model asks.
+def plan_of_model(file: str, _text: str) -> TpPlan:
+    """The plan of the class that a ``config.json`` names.
 
     It is what ``from_pretrained(..., tp_plan="auto")`` cuts by: `base_model_tp_plan` of the
     configuration, and what its model classes add for embeddings and head.  The model is built on
-    meta to find out.  Blocks.  Raises SourceError.
+    meta to find out.  `_text` is what is in the file: another text is another plan.  Blocks.
+    Raises SourceError.
     """
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    file = os.path.join(folder, _CONFIG)
-    try:
-        with open(file, encoding="utf-8") as opened:
-            text = opened.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(
-            path=file, reason=f"it says which model's plan to cut by, and cannot be read ({error}); or give a --tp-plan"
-        ) from error
-    return _plan_of(folder, file, text)
-
-
-@functools.lru_cache(maxsize=8)  # Every rank of a model asks; a folder's text may change.
-def _plan_of(folder: str, file: str, _text: str) -> TpPlan:
     try:
         import transformers
     except ImportError as error:
         raise SourceError(
             path=file,
             reason="the model's plan comes from transformers, which is not installed; "
-            "`pip install wcache-async[transformers]`, or give a --tp-plan",
+            "`pip install wcache-async[transformers]`",
         ) from error
     import torch
 
     from wcache_async.sources.transformers import model_class
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(os.path.dirname(file), local_files_only=True)
         (architecture, *_) = getattr(config, "architectures", None) or ("",)
         cls = model_class(architecture)
         with torch.device("meta"):
             model = cls(config)
     except (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError, AttributeError) as error:
         # What transformers raises for a configuration it cannot make a model of.
-        raise SourceError(path=file, reason=f"transformers: {error}; or give a --tp-plan") from error
+        raise SourceError(path=file, reason=f"transformers: {error}") from error
     styles: dict[str, str] = dict(model.tp_plan or {})
     if not styles:
-        raise SourceError(path=file, reason=f"transformers has no plan for {architecture}; give a --tp-plan")
+        raise SourceError(path=file, reason=f"transformers has no plan for {architecture}")
     plan = TpPlan(
         origin=f"transformers' plan for {architecture}",
         rules=tuple(Rule(pattern=pattern, style=style) for pattern, style in styles.items()),
