@@ -10,6 +10,7 @@ import ctypes
 import enum
 import importlib
 import importlib.util
+import os
 import uuid
 from types import ModuleType
 from typing import Final
@@ -69,11 +70,12 @@ def _look_for_driver() -> str | None:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return f"there is no CUDA driver: {error}"
-    try:
-        found = importlib.util.find_spec("cuda.bindings.driver")
-    except ImportError:
-        found = None
-    return None if found else "the package cuda-python is not installed"
+    # `cuda` is a namespace that several distributions share; looking deeper would import some of it.
+    namespace = importlib.util.find_spec("cuda")
+    places = namespace.submodule_search_locations if namespace is not None else None
+    if any(os.path.isdir(os.path.join(place, "bindings")) for place in places or ()):
+        return None
+    return "the package cuda-python is not installed"
 
 
 # With the import, once: opening a library is nothing to do on an event loop at every question.
