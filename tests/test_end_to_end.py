@@ -152,19 +152,16 @@ def mapped_and_open(pid: int) -> tuple[int, int]:
     return sum(int(end, 16) - int(start, 16) for start, end in spans), len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def wait_for_clients(path: str, count: int) -> None:
-    """Until the daemon has noticed who is gone; each look is a round trip, so this turns slowly."""
+def wait_until_alone(watch: blocking.Client) -> None:
+    """Until the daemon serves nobody else: a session is counted until its fds are closed."""
     for _ in range(100_000):
-        if blocking.status(path).clients == count + 1:
+        if watch.status().clients == 1:
             return
-    raise AssertionError(f"the daemon still serves {blocking.status(path).clients - 1} clients, not {count}")
+    raise AssertionError(f"the daemon still serves {watch.status().clients - 1} others")
 
 
-@pytest.mark.parametrize("loop", ["uvloop"])
-def test_cycles_and_killed_clients_leave_the_daemon_as_it_was(forge: Forge, served: tuple[str, int]) -> None:
-    path, pid = served
-    blocking.status(path)
-    before = mapped_and_open(pid)
+async def cycles(path: str) -> None:
+    """2,000 times connect, fetch, import, release, eight at a time."""
 
     async def cycle(times: int) -> None:
         for _ in range(times):
@@ -174,23 +171,32 @@ def test_cycles_and_killed_clients_leave_the_daemon_as_it_was(forge: Forge, serv
                 assert len(tensors) == 20
                 await state.release()
 
-    async def cycles() -> None:
-        await asyncio.gather(*[cycle(250) for _ in range(8)])
+    await asyncio.gather(*[cycle(250) for _ in range(8)])
 
-    asyncio.run(cycles())
-    for _ in range(10):
-        with contextlib.ExitStack() as stack:
-            children: list[Child] = [stack.enter_context(forge.start(hold_until_killed, path)) for _ in range(50)]
-            for i, child in enumerate(children):
-                # Half of them somewhere in between, half while they hold the state.
-                if i % 2:
-                    assert child.receive() == 20
-                child.kill()
-                with contextlib.suppress(EOFError):
-                    while True:
-                        child.receive()
-                assert child.exit_status == -signal.SIGKILL
-    wait_for_clients(path, 0)
-    status = blocking.status(path)
-    assert [state.leases for state in status.states] == [0] * RANKS
-    assert mapped_and_open(pid) == before
+
+def kill_fifty(forge: Forge, path: str) -> None:
+    """Half of them somewhere in between, half while they hold the state."""
+    with contextlib.ExitStack() as stack:
+        children: list[Child] = [stack.enter_context(forge.start(hold_until_killed, path)) for _ in range(50)]
+        for i, child in enumerate(children):
+            if i % 2:
+                assert child.receive() == 20
+            child.kill()
+            with contextlib.suppress(EOFError):
+                while True:
+                    child.receive()
+            assert child.exit_status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("loop", ["uvloop"])
+def test_cycles_and_killed_clients_leave_the_daemon_as_it_was(forge: Forge, served: tuple[str, int]) -> None:
+    path, pid = served
+    with blocking.Client(path) as watch:
+        wait_until_alone(watch)
+        before = mapped_and_open(pid)
+        asyncio.run(cycles(path))
+        for _ in range(10):
+            kill_fifty(forge, path)
+        wait_until_alone(watch)
+        assert [state.leases for state in watch.status().states] == [0] * RANKS
+        assert mapped_and_open(pid) == before

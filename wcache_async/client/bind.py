@@ -12,11 +12,15 @@ Of a DTensor it is the local shard that is replaced.  A state that knows how it 
 compared with how the module is distributed, so that one of another rank does not fit.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import Struct
+
 from wcache_async.backends.base import WeightCacheTransportBackend
+from wcache_async.backends.collector import collector_held
 from wcache_async.errors import BindError, Scalar
 from wcache_async.manifest import Config, Cut, Kind, ModuleRecord, StateManifest
 from wcache_async.modules.distributed import cut_of, is_distributed, local_shard, placement_text, with_local_shard
@@ -32,8 +36,7 @@ __all__ = ["Plan", "Slot", "bind", "build_on_meta", "describe", "plan"]
 ModuleT = TypeVar("ModuleT", bound="nn.Module")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(Struct, frozen=True, kw_only=True, gc=False):
     """One name of a module's tensor: what it is now, and which others are the same object."""
 
     kind: Kind
@@ -66,8 +69,7 @@ class Plan:
     scalars: Config = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(Struct, frozen=True, gc=False):
     """One name of a state: what it would put there."""
 
     canonical: str
@@ -204,6 +206,14 @@ def _compared(slot: Slot, offer: _Offer, *, exact: bool, cuts: bool) -> tuple[st
     `cuts`: the state knows what it is parts of.  A module without DTensors does not, and has
     the shapes of parts all the same.
     """
+    if (
+        slot.dtype == offer.dtype
+        and slot.shape == offer.shape
+        and slot.wrapped == offer.wrapped
+        and (slot.kind is offer.kind or not exact)
+        and not (cuts and slot.distributed)
+    ):
+        return "", ""
     ours = slot.wrapped or slot.dtype
     theirs = offer.wrapped or offer.dtype
     ours, theirs = f"{ours}{list(slot.shape)}", f"{theirs}{list(offer.shape)}"
@@ -226,15 +236,16 @@ def bind(
 
     Raises BindError or ModuleError, the module unchanged.
     """
-    walked = walk(module)
-    planned = plan(
-        describe(walked),
-        manifest,
-        modules=frozenset(walked.modules),
-        containers=walked.containers if manifest.module is not None else None,
-        strict=strict,
-    )
-    _apply(planned, walked, _Maker(tensors, manifest.module or ModuleRecord()))
+    with collector_held():
+        walked = walk(module)
+        planned = plan(
+            describe(walked),
+            manifest,
+            modules=frozenset(walked.modules),
+            containers=walked.containers if manifest.module is not None else None,
+            strict=strict,
+        )
+        _apply(planned, walked, _Maker(tensors, manifest.module or ModuleRecord()))
     # Whatever the tensors need stays as long as the model does, whoever drops the state.
     module._weight_cache_transport_backend = backend  # type: ignore[assignment]
 
@@ -320,7 +331,12 @@ def _assign(held: Held, tensor: "torch.Tensor") -> None:
 
 
 def _dtype(tensor: "torch.Tensor") -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _dtype_name(tensor.dtype)
+
+
+@functools.cache
+def _dtype_name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _wrapped_text(name: str, context: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from wcache_async.errors import ModuleError
 from wcache_async.manifest import Cut
+from wcache_async.modules.wrapped import is_plain
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,8 @@ _DTENSORS = "torch.distributed.tensor"
 
 def is_distributed(tensor: "torch.Tensor") -> bool:
     """Whether it is a DTensor."""
+    if is_plain(tensor):
+        return False
     # Nobody has one who has not imported their module, which takes a moment.
     module = sys.modules.get(_DTENSORS)
     return module is not None and isinstance(tensor, module.DTensor)

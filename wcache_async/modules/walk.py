@@ -1,8 +1,11 @@
 """Every tensor a module holds and every module in it, by full name, tied ones under each of their names."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from wcache_async.errors import ModuleError
 from wcache_async.manifest import Kind
@@ -14,8 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Walked", "walk"]
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True, eq=False):
     """One tensor at one place."""
 
     owner: "nn.Module"
@@ -56,11 +58,12 @@ def walk(module: "nn.Module") -> Walked:
         for key, value in owner.__dict__.items():
             if isinstance(value, torch.Tensor):
                 _add(walked, prefix + key, Held(owner, key, Kind.ATTRIBUTE, value))
-            elif isinstance(value, list | tuple | dict) and key not in _OWN and _holds_tensor(value):
+            elif type(value) in _CONTAINERS and value and key not in _OWN and _holds_tensor(value):
                 walked.containers[prefix + key] = type(value).__name__
     return walked
 
 
+_CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
 

@@ -7,6 +7,7 @@ subclass say, is refused unless a pair of functions is registered for it on both
 """
 
 import enum
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -61,11 +62,16 @@ def type_name(tensor: "torch.Tensor") -> str:
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
-def is_plain(tensor: "torch.Tensor") -> bool:
-    """Whether it is a Tensor or Parameter and nothing more, which its bytes say all of."""
+@functools.cache
+def _plain_types() -> "frozenset[type[torch.Tensor]]":
     import torch
 
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def is_plain(tensor: "torch.Tensor") -> bool:
+    """Whether it is a Tensor or Parameter and nothing more, which its bytes say all of."""
+    return type(tensor) in _plain_types()
 
 
 def take_apart(name: str, tensor: "torch.Tensor") -> Parts:
