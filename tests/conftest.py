@@ -23,17 +23,19 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import pytest
 import uvloop
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import wcache_async
 
 if TYPE_CHECKING:
     from tests.processes import Forge
 
-# No deadline: on a shared machine it would measure the neighbours.  CI tries the same examples
-# each time, so that a change fails on its own account; `--hypothesis-profile=long` tries many.
-settings.register_profile("suite", deadline=None, print_blob=True, derandomize="CI" in os.environ)
-settings.register_profile("long", deadline=None, print_blob=True, max_examples=20_000)
+# No deadline and no check for slowness: on a shared machine they would measure the neighbours.
+# CI tries the same examples each time, so that a change fails on its own account;
+# `--hypothesis-profile=long` tries many.
+_untimed = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", _untimed, derandomize="CI" in os.environ)
+settings.register_profile("long", _untimed, max_examples=20_000)
 settings.load_profile("suite")
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]

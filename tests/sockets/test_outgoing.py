@@ -1,5 +1,7 @@
 """The queue of what is to be written."""
 
+from itertools import cycle
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,13 +54,19 @@ def test_dropping_closes_every_fd() -> None:
     assert outgoing.pending == 0
 
 
-@given(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=200), st.data())
-def test_every_byte_is_written_once_and_in_order_however_sends_are_cut(parts: list[bytes], data: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=200),
+    st.lists(st.integers(1, 1000), min_size=1, max_size=20),
+)
+def test_every_byte_is_written_once_and_in_order_however_sends_are_cut(sizes: list[int], cuts: list[int]) -> None:
+    parts = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
     outgoing = queue(*(Segment(part) for part in parts))
     written = b""
-    while outgoing.pending:
+    for cut in cycle(cuts):
+        if not outgoing.pending:
+            break
         offered = b"".join(outgoing.batch()[0])
-        taken = data.draw(st.integers(1, len(offered)))
+        taken = min(cut, len(offered))
         written += offered[:taken]
         outgoing.advance(taken)
         assert outgoing.written == len(written)
