@@ -7,7 +7,7 @@ import msgspec
 
 from wcache_async.errors import ModuleError, SourceError
 from wcache_async.identity.config import device_capability
-from wcache_async.manifest import Config, StateSpec
+from wcache_async.manifest import Config, Kind, StateSpec
 from wcache_async.modules.export import copy_region, describe_module
 from wcache_async.sources.base import Advance, Source
 
@@ -75,7 +75,9 @@ def _describe(module: "nn.Module", spec: StateSpec, regions: "Sequence[StorageRe
     import torch
 
     devices = {region.tensors[0].device for region in regions}
-    dtypes = {t.dtype for t in spec.tensors if getattr(torch, t.dtype).is_floating_point}
+    # What a checkpoint of it would have: a constructor's own buffers keep their dtype under any cast.
+    stored = [t.dtype for t in spec.tensors if t.kind not in (Kind.NON_PERSISTENT_BUFFER, Kind.ATTRIBUTE)]
+    dtypes = {dtype for dtype in stored if getattr(torch, dtype).is_floating_point}
     return {
         "source": ModuleSource.kind,
         "dtype": dtypes.pop() if len(dtypes) == 1 else "mixed",
