@@ -308,3 +308,14 @@ async def test_unknown_names_list_what_there_is(daemon: Daemon, checkpoint: Path
         assert caught.value.available == ["m:1"]
         with pytest.raises(StateNotFound):
             await client.unload("n")
+
+
+async def test_a_request_after_the_daemon_hung_up_is_told_why(daemon: Daemon, short_tmp: Path) -> None:
+    """Whether the reader or the sender notices first: never the stream's own error."""
+    for _ in range(20):
+        async with Client(daemon.socket_path) as client:
+            await client.status()
+            await daemon.close()
+            with pytest.raises(DaemonLost):
+                await client.status()
+        await daemon.start()

@@ -6,6 +6,7 @@ that comes too late has its fds closed, and its lease given back.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from wcache_async.errors import (
     ClientClosed,
     DaemonLost,
     ProtocolError,
+    StreamBroken,
+    StreamClosed,
+    StreamError,
     UnexpectedMessage,
     WeightCacheError,
 )
@@ -145,7 +149,12 @@ class Session:
         answer = Answer(asyncio.get_running_loop().create_future(), progress)
         self._answers[request_id] = answer
         try:
-            self._stream.send(request_id, message, fds)
+            try:
+                self._stream.send(request_id, message, fds)
+            except (StreamBroken, StreamClosed):
+                # The daemon has hung up; why, the reader learns from its last words.
+                await asyncio.wait((self._reader,))
+                raise self._error or ClientClosed from None
             await answer.settled()
             if answer.error is not None:
                 raise answer.error
@@ -225,7 +234,8 @@ class Session:
         """Send a request whose answer nobody needs; does nothing once the connection is gone."""
         if self._error is None:
             self._last_id += 1
-            self._stream.send(self._last_id, message)
+            with contextlib.suppress(StreamError):
+                self._stream.send(self._last_id, message)
 
     def _end(self, error: WeightCacheError) -> None:
         if self._error is not None:
