@@ -30,6 +30,7 @@ __all__ = [
     "insufficient_memory",
     "map_arena",
     "memory_of",
+    "wait_before_unmapping",
 ]
 
 logger = logging.getLogger("wcache_async.backends")
@@ -163,15 +164,21 @@ class Mapping:
         self._leave()
 
 
+def wait_before_unmapping() -> None:
+    """Wait for the device, as unmapping does not; where that fails nothing is under way any more.
+
+    Kernels and copies may be running on memory that Python has already dropped.  Blocks.
+    """
+    try:
+        cuda_driver.synchronize()
+    except CudaDriverError as error:
+        logger.warning("unmapping without waiting for the device: %s", error)
+
+
 def _give_back(address: int, nbytes: int, mapped: bool) -> None:
     """What a Mapping leaves to the device's thread."""
     if mapped:
-        try:
-            # Kernels may be running on tensors that Python has already dropped, and unmapping
-            # does not wait for them.
-            cuda_driver.synchronize()
-        except CudaDriverError as error:
-            logger.warning("unmapping without waiting for the device: %s", error)
+        wait_before_unmapping()
         cuda_driver.remove_mapping(address, nbytes)
     cuda_driver.free_addresses(address, nbytes)
 

@@ -14,7 +14,14 @@ from wcache_async.backends.cuda_device import Device
 from wcache_async.backends.device_memory import torch_device
 from wcache_async.backends.mapping import Access, map_pages
 from wcache_async.backends.views import ArenaViews
-from wcache_async.backends.vmm_arena import ALIGNMENT, Allocation, Mapping, insufficient_memory, memory_of
+from wcache_async.backends.vmm_arena import (
+    ALIGNMENT,
+    Allocation,
+    Mapping,
+    insufficient_memory,
+    memory_of,
+    wait_before_unmapping,
+)
 from wcache_async.backends.vmm_held import HeldArenas
 from wcache_async.errors import CudaDriverError
 from wcache_async.manifest import Kind, StateManifest, StateSpec, build_manifest, plan_layout
@@ -164,6 +171,7 @@ class ArenaWriter(StateWriter):
         self._arenas.clear()
         if arenas:
             with self._device.context():
+                wait_before_unmapping()  # A copy from pageable memory returns before the device has it all.
                 for allocation, mapping in arenas:
                     _free(allocation, mapping)
 

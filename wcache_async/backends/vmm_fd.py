@@ -83,6 +83,8 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
         survives_daemon_exit=True, read_only=True, needs_shared_pid_namespace=False, devices=frozenset({"cuda"})
     )
 
+    import_waits = False
+
     torch_device_type: ClassVar[str] = "cuda"
     """What torch calls the devices of the driver.  An emulated driver's memory is the host's."""
 
@@ -347,7 +349,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
     def _take_fds(self, stream: ResponseReceiver, payload: bytes, manifest: StateManifest) -> list[OwnedFd]:
         try:
             announced = _decode_payload(payload).arenas
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise MalformedMessage(reason=f"the payload of {self.name}: {error}") from error
         expected = tuple(arena.nbytes for arena in manifest.arenas)
         if expected != announced:

@@ -13,7 +13,15 @@ from wcache_async.backends import cuda_driver
 from wcache_async.backends.cuda_device import FINDER, Device
 from wcache_async.backends.device_memory import torch_device
 from wcache_async.backends.views import ArenaViews
-from wcache_async.backends.vmm_arena import ALIGNMENT, Mapping, device_of, insufficient_memory, map_arena, memory_of
+from wcache_async.backends.vmm_arena import (
+    ALIGNMENT,
+    Mapping,
+    device_of,
+    insufficient_memory,
+    map_arena,
+    memory_of,
+    wait_before_unmapping,
+)
 from wcache_async.errors import CudaDriverError, InvalidManifest
 from wcache_async.manifest import (
     DTYPE_ITEMSIZE,
@@ -90,6 +98,8 @@ class ArenaImport:
         """Close the fds that are left and unmap what is mapped; does nothing a second time."""
         while self._fds:
             self._fds.popleft().close()
+        if self._mappings:
+            wait_before_unmapping()  # Private copies may be under way.
         while self._mappings:
             mapping = self._mappings.pop()
             try:

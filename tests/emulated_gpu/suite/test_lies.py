@@ -103,7 +103,11 @@ async def test_more_fds_than_announced_are_left_alone() -> None:
 
 
 # ------------------------------------------------------------------------- the announcement
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b"\x81\xa6arenas\x01", b"\x81\xa6arenas\x91\xff"])
+NESTED = b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
+"""A field that nobody knows, so deep that skipping it takes more frames than there are."""
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b"\x81\xa6arenas\x01", b"\x81\xa6arenas\x91\xff", NESTED])
 async def test_an_announcement_that_does_not_decode(payload: bytes, emulator: Emulator) -> None:
     async with exported() as (backend, manifest):
         wire = await send(backend, manifest)
