@@ -105,6 +105,20 @@ MESSAGES: list[Message] = [
     REFUSED,
 ]
 
+REQUESTS = {
+    "fetch_state",
+    "fetch_digests",
+    "release",
+    "status",
+    "load",
+    "unload",
+    "publish",
+    "claim",
+    "abandon",
+    "pin",
+    "stop",
+}
+
 TABLE: dict[tuple[Role, Phase], tuple[set[str], set[str]]] = {
     # What is taken, and what is known but comes at the wrong time; anything else is unknown there.
     (Role.DAEMON, Phase.EXPECT_HELLO): (
