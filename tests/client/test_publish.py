@@ -238,6 +238,14 @@ async def test_configs_that_differ_under_one_name_are_a_mismatch_and_side_by_sid
         assert (one.built_here, two.built_here, again.built_here) == (True, True, False)
 
 
+async def test_a_stage_tells_states_of_one_config_apart(daemon: Daemon) -> None:
+    async with Client(daemon.socket_path) as client:
+        raw = await client.fetch_or_publish("", lambda: {"w": torch.ones(1)}, config={"tp": 1}, stage="raw")
+        fused = await client.fetch_or_publish("", lambda: {"w": torch.ones(2)}, config={"tp": 1}, stage="fused")
+        assert raw.name != fused.name
+        assert (raw.config["stage"], fused.config["stage"]) == ("raw", "fused")
+
+
 async def test_waiting_for_a_builder_ends_with_the_timeout(daemon: Daemon) -> None:
     hold = asyncio.Event()
 

@@ -237,6 +237,7 @@ class Client:
         *,
         rank: int = 0,
         config: Mapping[str, Scalar] | None = None,
+        stage: str = "",
         timeout: float | None = None,
         mapping: MappingMode = "private",
         progress: Progress | None = None,
@@ -246,7 +247,9 @@ class Client:
         `build` runs in the caller's thread: a model may have to be built in the one that made its CUDA context.
         """
         claimed = _run(
-            self._client.claim(name, rank=rank, config=config, timeout=timeout, mapping=mapping, progress=progress)
+            self._client.claim(
+                name, rank=rank, config=config, stage=stage, timeout=timeout, mapping=mapping, progress=progress
+            )
         )
         if isinstance(claimed, FetchedState):
             return State(claimed, None)

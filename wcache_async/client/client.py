@@ -208,6 +208,7 @@ class Client:
         *,
         rank: int = 0,
         config: Mapping[str, Scalar] | None = None,
+        stage: str = "",
         timeout: float | None = None,
         mapping: MappingMode = "private",
         progress: Progress | None = None,
@@ -219,10 +220,13 @@ class Client:
         `build` returns an nn.Module or named tensors, or awaits one; it runs in a thread unless it is a
         coroutine function, and what it raises is raised here alone.  An empty `name` is the
         automatic one, a digest of `config`, under which different configs live side by side.
-        The result's `built_here` says which way it went.  Raises ConfigMismatch where the
+        A `stage` tells states of one config apart by how far they are processed ("raw", "fused");
+        it is part of the config.  The result's `built_here` says which way it went.  Raises ConfigMismatch where the
         name is held under another config, and what `publish` and `fetch_state` do.
         """
-        claimed = await self.claim(name, rank=rank, config=config, timeout=timeout, mapping=mapping, progress=progress)
+        claimed = await self.claim(
+            name, rank=rank, config=config, stage=stage, timeout=timeout, mapping=mapping, progress=progress
+        )
         return await fetch_or_publish(claimed, build)
 
     async def claim(
@@ -231,6 +235,7 @@ class Client:
         *,
         rank: int = 0,
         config: Mapping[str, Scalar] | None = None,
+        stage: str = "",
         timeout: float | None = None,
         mapping: MappingMode = "private",
         progress: Progress | None = None,
@@ -243,7 +248,7 @@ class Client:
             self._open_session(),
             name,
             rank=rank,
-            config=dict(config or {}),
+            config=_with_stage(config, stage),
             timeout=timeout,
             options=ImportOptions(mapping=mapping),
             progress=progress,
@@ -289,3 +294,7 @@ def _make_room(accepted: Sequence[str]) -> None:
 def _from_any_folder(path: str, source: str) -> str:
     """`path` for a daemon with another working folder; a hub's name, which is no folder here, stays."""
     return path if source == "transformers" and not os.path.exists(path) else os.path.abspath(path)
+
+
+def _with_stage(config: Mapping[str, Scalar] | None, stage: str) -> dict[str, Scalar]:
+    return dict(config or {}) | ({"stage": stage} if stage else {})
