@@ -30,10 +30,8 @@ def is_distributed(tensor: "torch.Tensor") -> bool:
 
 def local_shard(tensor: "torch.Tensor") -> "torch.Tensor":
     """This rank's shard of a DTensor; the same object each time."""
-    import torch
-
-    with torch.no_grad():
-        return cast("torch.Tensor", cast(Any, tensor).to_local())
+    # to_local() wraps that of a parameter anew, and ties are told by identity.
+    return cast("torch.Tensor", cast(Any, tensor)._local_tensor)
 
 
 def with_local_shard(name: str, like: "torch.Tensor", local: "torch.Tensor") -> "torch.Tensor":
