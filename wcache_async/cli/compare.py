@@ -13,13 +13,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from wcache_async.manifest import DTYPE_ITEMSIZE, TensorSpec, contiguous_stride
+from wcache_async.identity.digests import StateDigester
+from wcache_async.manifest import DTYPE_ITEMSIZE, StateSpec, TensorSpec, contiguous_stride
 from wcache_async.sources.base import Source
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Comparison", "Difference", "compare_with_source"]
+__all__ = ["Comparison", "Difference", "What", "compare_with_source", "compare_with_spec"]
+
+What = Literal[
+    "missing",
+    "unexpected",
+    "shape",
+    "dtype",
+    "bytes",
+    # Found by `cli.parity`:
+    "stride",
+    "kind",
+    "persistence",
+    "requires_grad",
+    "ties",
+    "storage",
+    "wrapped",
+    "digest",
+]
+"""In what a tensor can differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +51,18 @@ class Difference:
     """
 
     tensor: str
-    what: Literal["missing", "unexpected", "shape", "dtype", "bytes"]
+    what: What
     checkpoint: str
     client: str
     offset: int | None = None
 
+    @property
+    def where(self) -> str:
+        """In what it differs, and where."""
+        return self.what if self.offset is None else f"{self.what} at byte {self.offset}"
+
     def __str__(self) -> str:
-        where = "" if self.offset is None else f" at byte {self.offset}"
-        return f"{self.tensor}: {self.what}{where}: checkpoint {self.checkpoint}, client {self.client}"
+        return f"{self.tensor}: {self.where}: checkpoint {self.checkpoint}, client {self.client}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +85,22 @@ def compare_with_source(
 
     `progress` is called with bytes compared and in all.  Raises SourceError.
     """
-    spec = source.open()
+    return compare_with_spec(source, source.open(), tensors, progress, threads=threads)
+
+
+def compare_with_spec(
+    source: Source,
+    spec: StateSpec,
+    tensors: "Mapping[str, torch.Tensor]",
+    progress: Callable[[int, int], None],
+    *,
+    threads: int | None = None,
+    digester: StateDigester | None = None,
+) -> Comparison:
+    """The same for a source that is open, and has told `spec`.
+
+    `digester` is given the source's storages on which there is a tensor to compare.
+    """
     specs = {tensor.name: tensor for tensor in spec.tensors}
     expected = specs | {alias: specs[target] for alias, target in spec.aliases.items()}
     differences = list(_structural(expected, tensors))
@@ -83,12 +121,13 @@ def compare_with_source(
 
     def compare(storage: int) -> list[Difference]:
         nbytes = spec.storages[storage]
-        if not nbytes:
-            return []
-        if storage not in pairs:
+        if nbytes and storage in pairs:
+            return _compare_storage(source, storage, nbytes, pairs[storage], advance, digester)
+        if nbytes:
             advance(nbytes)
-            return []
-        return _compare_storage(source, storage, nbytes, pairs[storage], advance)
+        elif digester is not None:
+            digester.storage(storage).finish(memoryview(b""))
+        return []
 
     with ThreadPoolExecutor(max_workers=threads or min(4, os.cpu_count() or 1)) as pool:
         for found in pool.map(compare, range(len(spec.storages))):
@@ -149,7 +188,12 @@ def _text(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _compare_storage(
-    source: Source, storage: int, nbytes: int, pairs: Sequence[_Pair], advance: Callable[[int], None]
+    source: Source,
+    storage: int,
+    nbytes: int,
+    pairs: Sequence[_Pair],
+    advance: Callable[[int], None],
+    digester: StateDigester | None,
 ) -> list[Difference]:
     """Read one storage and compare the tensors on it."""
     import torch
@@ -160,6 +204,8 @@ def _compare_storage(
     flat = [pair for pair in pairs if pair.contiguous]
     rest = [pair for pair in pairs if not pair.contiguous]
     windows = [_Window(pair) for pair in flat if pair.tensor.numel()]
+    digests = None if digester is None else digester.storage(storage)
+    kept = bool(rest) or (digests is not None and digests.needs_whole)
     filled = 0
 
     def compare(count: int) -> None:
@@ -168,7 +214,7 @@ def _compare_storage(
             window.compare(read, filled, filled + count)
         start = filled - filled % mmap.PAGESIZE
         filled += count
-        if not rest:
+        if not kept:
             # The last page may be half filled, and is given back with the next chunk.
             end = filled - filled % mmap.PAGESIZE
             if end > start:
@@ -176,7 +222,9 @@ def _compare_storage(
         advance(count)
 
     with memoryview(buffer) as into:
-        source.read(storage, into, compare)
+        source.read(storage, into, compare if digests is None else digests.watch(into, compare))
+        if digests is not None:
+            digests.finish(into)
     for pair in rest:
         _compare_strided(pair, read)
     return [pair.difference for pair in pairs if pair.difference is not None]

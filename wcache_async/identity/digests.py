@@ -41,18 +41,19 @@ class StateDigester:
 
     def __init__(self, spec: StateSpec) -> None:
         self._spec = spec
-        self._digests = [b""] * len(spec.tensors)
+        self.digests = [b""] * len(spec.tensors)
+        """Each tensor's, in the spec's order; empty until its storage is finished."""
         self._on_storage: list[list[int]] = [[] for _ in spec.storages]
         for number, tensor in enumerate(spec.tensors):
             self._on_storage[tensor.storage].append(number)
 
     def storage(self, number: int) -> "StorageDigester":
         """What takes the digests of the tensors on storage `number`."""
-        return StorageDigester(self._spec.tensors, self._on_storage[number], self._digests)
+        return StorageDigester(self._spec.tensors, self._on_storage[number], self.digests)
 
     def finish(self) -> StateDigests:
         """The digests, once every storage's are finished."""
-        return StateDigests(state=state_digest(self._spec, self._digests), tensors=b"".join(self._digests))
+        return StateDigests(state=state_digest(self._spec, self.digests), tensors=b"".join(self.digests))
 
 
 class StorageDigester:
