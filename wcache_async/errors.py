@@ -104,6 +104,7 @@ __all__ = [
     "PeerTimeout",
     "ProtocolError",
     "RemoteError",
+    "RequestFailed",
     "RequestRefused",
     "Scalar",
     "SendQueueFull",
@@ -247,11 +248,12 @@ class DaemonUnavailable(WeightCacheError):
 
 
 class NotRunning(DaemonUnavailable):
-    """Nothing accepts connections on `socket`; `reason` is the system's word for why."""
+    """Nothing accepts connections on `socket`; `reason` is the system's word for why, `instead` a way to do without."""
 
     code: ClassVar[str] = "not_running"
     socket: str
     reason: str
+    instead: str = ""
 
     @property
     def message(self) -> str:
@@ -260,8 +262,12 @@ class NotRunning(DaemonUnavailable):
     @property
     def hint(self) -> str:
         return (
-            f"Start one with `wcache serve MODEL --socket {self.socket}`, "
-            "or name another socket with --socket or $WCACHE_SOCKET"
+            (
+                f"Start one with `wcache serve MODEL --socket {self.socket}`, "
+                "or name another socket with --socket or $WCACHE_SOCKET"
+            )
+            if not self.instead
+            else f"Start one with `wcache serve --socket {self.socket}`, or {self.instead}"
         )
 
 
@@ -1023,6 +1029,22 @@ class CudaDriverError(WeightCacheError):
     @property
     def message(self) -> str:
         return f"{self.call} failed with {self.name} ({self.result})"
+
+
+class RequestFailed(WeightCacheError):
+    """The daemon met something that it was not made for while it answered `request`; it goes on."""
+
+    code: ClassVar[str] = "request_failed"
+    request: str
+    reason: str
+
+    @property
+    def message(self) -> str:
+        return f"the daemon failed to answer {self.request}: {self.reason}"
+
+    @property
+    def hint(self) -> str:
+        return "The daemon's log has the traceback"
 
 
 class RemoteError(WeightCacheError):

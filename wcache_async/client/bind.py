@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Plan", "Slot", "bind", "build_on_meta", "describe", "plan"]
+__all__ = ["Plan", "Slot", "bind", "bind_walked", "build_on_meta", "describe", "plan"]
 
 ModuleT = TypeVar("ModuleT", bound="nn.Module")
 
@@ -141,7 +141,7 @@ def plan(
         offer = offers[source]
         ours, theirs = _compared(slot, offer, exact=record is not None, cuts=bool(manifest.cuts))
         if distributed.setdefault(offer.canonical, slot.distributed) != slot.distributed:
-            ours, theirs = f"distributed as {slot.distributed or 'nothing'}", f"one tensor with {offer.canonical}"
+            ours, theirs = f"distributed as {slot.distributed or 'no DTensor'}", f"one tensor with {offer.canonical}"
         if ours != theirs:
             mismatched[name] = [ours, theirs]
         result.sources[name] = offer.canonical
@@ -237,17 +237,28 @@ def bind(
     Raises BindError or ModuleError, the module unchanged.
     """
     with collector_held():
-        walked = walk(module)
-        planned = plan(
-            describe(walked),
-            manifest,
-            modules=frozenset(walked.modules),
-            containers=walked.containers if manifest.module is not None else None,
-            strict=strict,
-        )
-        _apply(planned, walked, _Maker(tensors, manifest.module or ModuleRecord()))
+        bind_walked(walk(module), tensors, manifest, backend, strict=strict)
+
+
+def bind_walked(
+    walked: Walked,
+    tensors: "Mapping[str, torch.Tensor]",
+    manifest: StateManifest,
+    backend: WeightCacheTransportBackend,
+    *,
+    strict: bool = True,
+) -> None:
+    """`bind` for a module that has been taken to pieces already."""
+    planned = plan(
+        describe(walked),
+        manifest,
+        modules=frozenset(walked.modules),
+        containers=walked.containers if manifest.module is not None else None,
+        strict=strict,
+    )
+    _apply(planned, walked, _Maker(tensors, manifest.module or ModuleRecord()))
     # Whatever the tensors need stays as long as the model does, whoever drops the state.
-    module._weight_cache_transport_backend = backend  # type: ignore[assignment]
+    walked.modules[""]._weight_cache_transport_backend = backend  # type: ignore[assignment]
 
 
 def build_on_meta(factory: "Callable[[], ModuleT]", dtype: "torch.dtype | None") -> "ModuleT":
@@ -318,7 +329,10 @@ def _object_for(
     if same_place:
         data.append((old, new))
         return old
-    return nn.Parameter(new, requires_grad=planned.requires_grad.get(source, old.requires_grad))
+    parameter = nn.Parameter(new, requires_grad=planned.requires_grad.get(source, old.requires_grad))
+    # What the module's constructor hung on its parameter: how to load or shard it, say.
+    parameter.__dict__.update(old.__dict__)
+    return parameter
 
 
 def _assign(held: Held, tensor: "torch.Tensor") -> None:

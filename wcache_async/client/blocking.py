@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import uvloop
 
-from wcache_async.backends.base import MappingMode
+from wcache_async.backends.base import MappingMode, WeightCacheTransportBackend
 from wcache_async.client import client as asynchronous
 from wcache_async.client.fetch import FetchedState
 from wcache_async.client.publish import Turn
@@ -71,6 +71,11 @@ class State:
         self.digest = state.digest
         self.daemon_pid = state.daemon_pid
         self.built_here = state.built_here
+
+    @property
+    def backend(self) -> WeightCacheTransportBackend:
+        """The client's half of the transport, which keeps its memory.  Raises StateReleased, DaemonLost."""
+        return self._state.backend
 
     def import_tensors(self) -> "dict[str, torch.Tensor]":
         """Every tensor by name, aliases included; nothing is copied."""

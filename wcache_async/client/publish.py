@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from wcache_async.modules.export import Described
+
 __all__ = ["Built", "Turn", "automatic_name", "claim", "fetch_or_publish", "publish"]
 
-Built = Union["nn.Module", "Mapping[str, torch.Tensor]"]
-"""What a client builds: a module, or named tensors."""
+Built = Union["nn.Module", "Mapping[str, torch.Tensor]", "Described"]
+"""What a client builds: a module, named tensors, or a module's pieces."""
 
 Build = Callable[[], "Built | Awaitable[Built]"]
 

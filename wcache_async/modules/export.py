@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["SCALARS_ATTRIBUTE", "copy_region", "describe_module", "export_state", "scalars_of"]
+__all__ = ["SCALARS_ATTRIBUTE", "Described", "copy_region", "describe_module", "export_state", "scalars_of"]
 
 _CHUNK_NBYTES = 16 << 20
 
@@ -40,6 +40,17 @@ class _Flat:
     first_name: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A module that somebody else has taken to pieces, to be exported as those say."""
+
+    walked: Walked
+    scalars: Config
+    """Plain attributes to set on the modules of whoever binds it, by full name."""
+    source: str
+    """What is built here, for the daemon's status."""
+
+
 def describe_module(
     module: "nn.Module", *, backend: str, devices: Collection[str]
 ) -> tuple[StateSpec, list[StorageRegion]]:
@@ -50,6 +61,12 @@ def describe_module(
     sparse, nested, conjugated, meta or fake tensors.
     """
     walked = walk(module)
+    return _describe_walked(walked, scalars_of(walked), backend=backend, devices=devices)
+
+
+def _describe_walked(
+    walked: Walked, scalars: Config, *, backend: str, devices: Collection[str]
+) -> tuple[StateSpec, list[StorageRegion]]:
     for name, container in walked.containers.items():
         raise ModuleError(path=name, reason=f"it is a {container} with tensors in it; hold them as buffers")
     flat = _Flat()
@@ -59,11 +76,11 @@ def describe_module(
         spec, regions = describe_tensors(flat.tensors, backend=backend, devices=devices, kinds=flat.kinds)
     except ExportError as error:
         raise ModuleError(path=error.tensor, reason=error.reason) from error
-    return msgspec.structs.replace(spec, module=_record(module, walked, flat, spec)), regions
+    return msgspec.structs.replace(spec, module=_record(walked, scalars, flat, spec)), regions
 
 
 def export_state(
-    module_or_tensors: "nn.Module | Mapping[str, torch.Tensor]", backend: WeightCacheTransportBackend
+    module_or_tensors: "nn.Module | Described | Mapping[str, torch.Tensor]", backend: WeightCacheTransportBackend
 ) -> StateManifest:
     """Copy a module's state, or named tensors, into arenas of `backend`.  Blocks.
 
@@ -74,6 +91,9 @@ def export_state(
     devices = backend.capabilities.devices
     if isinstance(module_or_tensors, nn.Module):
         spec, regions = describe_module(module_or_tensors, backend=backend.name, devices=devices)
+    elif isinstance(module_or_tensors, Described):
+        walked, scalars = module_or_tensors.walked, module_or_tensors.scalars
+        spec, regions = _describe_walked(walked, scalars, backend=backend.name, devices=devices)
     else:
         named = {name: (tensor, isinstance(tensor, nn.Parameter)) for name, tensor in module_or_tensors.items()}
         spec, regions = describe_tensors(named, backend=backend.name, devices=devices)
@@ -128,12 +148,13 @@ def _flatten(flat: _Flat, name: str, held: Held) -> None:
         _flatten(flat, f"{name}.{attribute}", Held(held.owner, held.key, Kind.INNER, inner))
 
 
-def _record(module: "nn.Module", walked: Walked, flat: _Flat, spec: StateSpec) -> ModuleRecord:
+def _record(walked: Walked, scalars: Config, flat: _Flat, spec: StateSpec) -> ModuleRecord:
+    module = walked.modules[""]
     target_kinds = {alias: flat.kinds[target] for alias, target in spec.aliases.items()}
     return ModuleRecord(
         training=module.training,
         other_mode=tuple(path for path, part in walked.modules.items() if part.training != module.training),
-        scalars=scalars_of(walked),
+        scalars=scalars,
         wrapped=flat.wrapped,
         alias_kinds={alias: flat.kinds[alias] for alias, kind in target_kinds.items() if flat.kinds[alias] is not kind},
     )
