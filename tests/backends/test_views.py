@@ -36,6 +36,18 @@ def test_this_torch_has_the_guard_whatever_the_thread_is_set_to() -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_preparing_finds_out_about_a_torch_that_is_there_and_imports_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(views, "_skips_autograd", lambda: asked.append(True))
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "torch")
+        views.prepare_views()
+        assert "torch" not in sys.modules
+    assert asked == []
+    views.prepare_views()
+    assert asked == [True]
+
+
 def test_geometry_is_the_manifests() -> None:
     made = ArenaViews(
         manifest(

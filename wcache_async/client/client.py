@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from wcache_async.backends.base import TORCH_IPC_BACKEND, ImportOptions, MappingMode
+from wcache_async.backends.views import prepare_views
 from wcache_async.client.fetch import FetchedState, accepted_backends
 from wcache_async.client.publish import Turn, claim, fetch_or_publish, publish
 from wcache_async.client.session import Progress, Session
@@ -137,6 +138,8 @@ class Client:
         # No names at all are an older client's, to the daemon too.
         accepted = (session.backends or (TORCH_IPC_BACKEND,)) if request.backends is None else request.backends
         _make_room(accepted)
+        # It runs once the request is sent, while the daemon answers.
+        asyncio.get_running_loop().call_soon(prepare_views)
         response, answer = await session.request(request, FetchStateResponse, progress)
         options = ImportOptions(mapping=mapping)
         return await FetchedState.attach(session, response, answer, options, accepted, allow_stale=allow_stale)
