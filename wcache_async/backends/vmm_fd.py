@@ -114,8 +114,8 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
     @classmethod
     def _torch_lacks_cuda(cls) -> bool:
         """Whether a torch is imported that has no devices of the driver's: nothing has to be loaded to know."""
-        torch = sys.modules.get("torch")
-        return cls.torch_device_type == "cuda" and torch is not None and torch.version.cuda is None
+        version = getattr(sys.modules.get("torch"), "version", None)  # Half imported it has none.
+        return cls.torch_device_type == "cuda" and version is not None and version.cuda is None
 
     @classmethod
     def device_refusal(cls, device: str) -> str | None:
