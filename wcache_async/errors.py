@@ -40,6 +40,7 @@
     │   ├── StreamBroken         it was lost: the peer died, reset it, or broke a rule
     │   └── SendQueueFull        the peer reads more slowly than it asks
     ├── DaemonLost               the connection went away under a held state
+    ├── GenerationChanged        a sleeping state's successor is what the daemon holds
     ├── StateReleased            a state used after it was released
     ├── StaleState               the files it was loaded from have changed since
     ├── ClientClosed             a client used after it was closed
@@ -54,6 +55,7 @@
     │   ├── AddressTooLong       over the kernel's 107 bytes
     │   ├── AddressNotTrusted    folder or socket belongs to, or is open to, others
     │   └── AddressInUse         another daemon holds the socket
+    ├── RequestFailed            the daemon met what it was not made for
     ├── CudaDriverError          a CUDA driver call failed
     └── RemoteError              an error code this version does not know
 
@@ -91,6 +93,7 @@ __all__ = [
     "FdsTruncated",
     "FdsUndeclared",
     "FrameTooLarge",
+    "GenerationChanged",
     "InsufficientMemory",
     "InvalidManifest",
     "InvalidMemfd",
@@ -783,6 +786,27 @@ class DaemonLost(WeightCacheError):
     @property
     def hint(self) -> str:
         return "Tensors attached through shm_fd or vmm_fd stay valid; connect again for anything new"
+
+
+class GenerationChanged(WeightCacheError):
+    """A state slept as one generation, and the daemon holds another by now."""
+
+    code: ClassVar[str] = "generation_changed"
+    name: str
+    rank: int
+    expected: int
+    actual: int
+
+    @property
+    def message(self) -> str:
+        return (
+            f"{_state(self.name, self.rank)} went to sleep as generation {self.expected}, "
+            f"and the daemon holds generation {self.actual} now"
+        )
+
+    @property
+    def hint(self) -> str:
+        return "The old weights cannot be woken; release the state and fetch it anew"
 
 
 class StateReleased(WeightCacheError):

@@ -91,6 +91,9 @@ def check_memfd(fd: OwnedFd, nbytes: int, what: str) -> None:
         seals = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS)
     except OSError:
         raise InvalidMemfd(what=what, reason="it is no memfd") from None
+    # Opened anew for writing alone (proc_pid_fd(5)), it has the seals and can be neither read nor mapped.
+    if fcntl.fcntl(fd.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        raise InvalidMemfd(what=what, reason="it is not open for reading")
     missing = [name for seal, name in _SEAL_NAMES.items() if not seals & seal]
     if missing:
         raise InvalidMemfd(what=what, reason=f"it lacks {', '.join(missing)}")

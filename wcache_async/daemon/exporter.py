@@ -169,10 +169,11 @@ class Exporter:
         taken = leaving + sum(self._promised.values())
         evicted = plan_eviction(ready, nbytes, self.max_bytes, taken=taken)
         self._promised[generation] = nbytes
-        for other in evicted:
+        effects: list[Effect] = []
+        for other in evicted:  # All at once, so that none is leased, pinned or replaced in between.
             logger.info("evicting %s, %.3f GiB, for %s", other.key, other.nbytes / 2**30, generation.key)
-        for other in evicted:
-            await self.unload(other.key.name, other.key.rank)
+            effects += self.table.evict(other)
+        await self.perform(effects)
 
     def _admit_from_thread(self, loop: asyncio.AbstractEventLoop, generation: Generation, nbytes: int) -> None:
         asyncio.run_coroutine_threadsafe(self.admit(generation, nbytes), loop).result()

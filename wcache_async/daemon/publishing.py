@@ -41,6 +41,8 @@ class Publishing:
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
         self._tickets: dict[int, Generation] = {}
+        self._publishing: set[int] = set()  # tickets of which a publication is being checked
+        self._given_back: set[int] = set()  # and those among them that were abandoned meanwhile
         self._last = 0
         self._candidates: Counter[StateKey] = Counter()
 
@@ -92,6 +94,15 @@ class Publishing:
             self._candidates[key] -= 1
             if not self._candidates[key]:
                 del self._candidates[key]
+                self._withdraw_orphan(key)
+
+    def _withdraw_orphan(self, key: StateKey) -> None:
+        """A build whose turn fell to a client that was leaving just then is nobody's."""
+        generation = self._exporter.table.find(key)
+        if generation is None or generation.phase is not Phase.LOADING:
+            return
+        if generation.is_build and generation.builder is None:
+            self._exporter.spawn(self._exporter.perform(self._exporter.table.withdraw(generation)))
 
     def _grant(self, connection: int, generation: Generation) -> int:
         self._last += 1
@@ -105,7 +116,10 @@ class Publishing:
         generation = self._tickets.get(ticket)
         if generation is None or generation.builder != connection:
             raise BuildNotGranted(name="", rank=0)
-        await self._end_build(ticket, generation)
+        if ticket in self._publishing:
+            self._given_back.add(ticket)  # The turn passes once it is known that nothing came of it.
+        else:
+            await self._end_build(ticket, generation)
 
     def drop(self, connection: int) -> None:
         """The builds of a connection that is gone go to whoever claims them next."""
@@ -130,6 +144,7 @@ class Publishing:
         BackendUnavailable, UnknownBackend, and a ProtocolError for what contradicts itself.
         """
         generation = self._generation_for(connection, request)
+        self._publishing.add(request.ticket)
         try:
             export, manifest = await self._receive(request, carried)
             try:
@@ -141,9 +156,15 @@ class Publishing:
                 raise
         except BaseException:
             self._exporter.withdraw_promise(generation)
+            self._publishing.discard(request.ticket)
             if not request.ticket:
                 await self._exporter.perform(self._exporter.table.withdraw(generation))
+            elif request.ticket in self._given_back:
+                self._given_back.discard(request.ticket)
+                await self._end_build(request.ticket, generation)
             raise
+        for tickets in (self._publishing, self._given_back):
+            tickets.discard(request.ticket)
         self._tickets.pop(request.ticket, None)
         generation.builder = None
         generation.config = request.config
@@ -160,7 +181,8 @@ class Publishing:
             generation.builder = connection
             return generation
         granted = self._tickets.get(request.ticket)
-        if granted is None or granted.builder != connection or granted.key != key:
+        mine = granted is not None and granted.builder == connection and granted.key == key
+        if granted is None or not mine or request.ticket in self._publishing:
             raise BuildNotGranted(name=key.name, rank=key.rank)
         self._check_still_wanted(granted)
         return granted

@@ -8,6 +8,7 @@ to the peer as an ErrorResponse where it can still hear it.
 import asyncio
 import errno
 import logging
+import math
 import os
 import socket
 import time
@@ -30,6 +31,7 @@ from wcache_async.errors import (
     PeerNotAllowed,
     PeerTimeout,
     ProtocolError,
+    RequestFailed,
     TooManyClients,
     TooManyRequests,
     UnexpectedMessage,
@@ -327,16 +329,22 @@ class Session:
                 raise
             except WeightCacheError as error:
                 self.stream.send(request_id, ErrorResponse.of(error))
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                    raise
-                self.stream.send(request_id, ErrorResponse.of(TooManyClients(limit=self.server.clients)))
+            except Exception as error:  # Whatever a request makes of the daemon, its client is not left waiting.
+                self.stream.send(request_id, ErrorResponse.of(self._unexpected(message, error)))
             await self.stream.drain(self.server.limits.write_timeout)
         except WeightCacheError as error:
             logger.debug("client %d (pid %d) could not be answered: %s", self.number, self.stream.peer.pid, error)
             self.stream.close()
         finally:
             self.server.request_ended()
+
+    def _unexpected(self, message: Message, error: Exception) -> WeightCacheError:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            return TooManyClients(limit=self.server.clients)
+        logger.error(
+            "client %d (pid %d): %s failed", self.number, self.stream.peer.pid, type_of(message), exc_info=error
+        )
+        return RequestFailed(request=type_of(message), reason=f"{type(error).__name__}: {error}")
 
     async def _handle(self, request_id: int, message: Message, fds: Sequence[OwnedFd]) -> None:
         if self.server.draining and not isinstance(message, Status | Release):
@@ -380,6 +388,7 @@ class Session:
                 raise UnexpectedMessage(type=type_of(message), expected="a request")
 
     async def _fetch_state(self, request_id: int, request: FetchState) -> None:
+        _check_timeout(request.timeout)
         generation = await self.exporter.ready(
             StateKey(request.name, request.rank),
             expect=request.expect,
@@ -399,6 +408,7 @@ class Session:
     async def _claim(self, request_id: int, request: Claim) -> None:
         if not request.name:
             raise InvalidRequest(field="name", reason="it is empty")
+        _check_timeout(request.timeout)
         generation, ticket = await self.server.publishing.claim(
             self.number,
             StateKey(request.name, request.rank),
@@ -455,3 +465,9 @@ class Session:
                 self.stream.send(request_id, LoadProgress(bytes_done=done, bytes_total=total))
 
         return tell
+
+
+def _check_timeout(timeout: float | None) -> None:
+    # msgspec's bounds let it through, and compared with a clock it is neither over nor to come.
+    if timeout is not None and math.isnan(timeout):
+        raise InvalidRequest(field="timeout", reason="it is not a number")

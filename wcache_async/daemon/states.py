@@ -14,7 +14,8 @@ LOADING    ready, another was READY     READY                         Discard ol
 LOADING    fail                         FAILED                        Wake
 LOADING    fail, another was READY      (nothing), READY stays        Wake
 LOADING    unload                       (nothing)                     Cancel, Wake
-LOADING    withdraw                     (nothing), or READY stays     Wake
+LOADING    withdraw                     what was before it            Wake
+READY      evict                        (nothing), or LOADING stays   Discard, Wake
 READY      unload                       (nothing)                     Discard, Wake
 FAILED     unload                       (nothing)
 ========== ============================ ============================= =====================
@@ -112,6 +113,8 @@ Effect = Wake | Discard | Cancel
 class _Slot:
     current: Generation
     pending: Generation | None = None
+    failed: Generation | None = None
+    """Whose place `current` took; it has it back where `current` is withdrawn."""
 
 
 @dataclass(slots=True)
@@ -147,7 +150,7 @@ class StateTable:
         if slot is None or slot.current.phase is Phase.FAILED:
             if slot is not None:
                 slot.current.held = False
-            self._slots[key] = _Slot(generation)
+            self._slots[key] = _Slot(generation, failed=None if slot is None else slot.current)
         else:
             slot.pending = generation
         return generation
@@ -157,6 +160,7 @@ class StateTable:
         if not generation.held:
             return [Discard(generation)]
         slot = self._slots[generation.key]
+        slot.failed = None
         generation.phase = Phase.READY
         effects: list[Effect] = []
         if slot.pending is generation:
@@ -172,6 +176,7 @@ class StateTable:
         if not generation.held:
             return []
         slot = self._slots[generation.key]
+        slot.failed = None
         if slot.pending is generation:
             slot.pending = None
             generation.held = False
@@ -186,6 +191,9 @@ class StateTable:
         slot = self._slots[generation.key]
         if slot.pending is generation:
             slot.pending = None
+        elif slot.failed is not None:
+            slot.failed.held = True
+            self._slots[generation.key] = _Slot(slot.failed)
         else:
             del self._slots[generation.key]
         return [Wake(generation.key)]
@@ -211,6 +219,15 @@ class StateTable:
                 gone.append(generation)
             effects.append(Wake(key))
         return gone, effects
+
+    def evict(self, generation: Generation) -> list[Effect]:
+        """Let a READY generation go, and only it: one being loaded in its place goes on."""
+        slot = self._slots[generation.key]
+        if slot.pending is None:
+            del self._slots[generation.key]
+        else:
+            slot.current, slot.pending = slot.pending, None
+        return [*self._let_go(generation), Wake(generation.key)]
 
     def lookup(self, key: StateKey) -> Generation:
         """The generation to serve, or to wait for while it is LOADING.
