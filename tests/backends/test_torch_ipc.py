@@ -434,15 +434,17 @@ async def test_more_fds_than_arenas_are_left_for_who_counts_them(backend: TorchI
     received.close()
 
 
-def import_at_the_limit(peer: Peer, sock: socket.socket) -> None:
-    """Child: has just the fds it received, and no number left for torch's duplicates."""
+def import_at_the_limit(peer: Peer, spare: int) -> None:
+    """Child: has just the fds it received, and `spare` numbers left for torch's duplicates."""
 
     async def main() -> str:
         received = ReceivedFds([shm(), shm(64)])
         response = msgspec.structs.replace(blank_response(TWO_ARENAS), payload=payload(4096, 64))
-        lowest_free = os.dup(0)
+        # A number at or above the limit is of no use, even if it is free.
+        while (lowest_free := os.dup(0)) < max(fd.fileno() for fd in received.fds):
+            pass
         os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, lowest_free))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare, lowest_free + spare))
         backend = TorchIpcTransportBackend()
         try:
             await backend.recv_fetch_state_response(received, response, TWO_ARENAS)
@@ -454,11 +456,15 @@ def import_at_the_limit(peer: Peer, sock: socket.socket) -> None:
 
 
 def test_no_fd_for_torchs_duplicate_is_told_with_what_to_do(forge: Forge) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, forge.start(import_at_the_limit, theirs) as child:
+    with forge.start(import_at_the_limit, 0) as child:
         text = child.receive()
         assert "`ulimit -n`" in text
         assert "shm_fd" in text
+
+
+def test_one_fd_more_than_there_are_storages_is_enough(forge: Forge) -> None:
+    with forge.start(import_at_the_limit, 1) as child:
+        assert child.receive() == "it was opened"
 
 
 # -------------------------------------------------------------------------------------- sharing

@@ -370,6 +370,37 @@ async def test_a_client_is_told_when_its_last_tensor_is_gone(elsewhere: Elsewher
     assert called == [1]
 
 
+def exporter_on_two(peer: Peer, folder: Path) -> None:
+    """Child: export a tensor on each of two GPUs, say how they are opened, and wait."""
+    TorchIpcTransportBackend.cuda = fake = FakeCudaIpc(folder)
+    state = {"a": torch.ones(5000, dtype=torch.uint8), "b": torch.full((12_000,), 3, dtype=torch.uint8)}
+    fake.on_gpu = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(state.values())}
+    backend = TorchIpcTransportBackend()
+    manifest = backend.prepare_export({name: (tensor, False) for name, tensor in state.items()})
+    outbox = Outbox()
+    asyncio.run(backend.send_fetch_state_response(outbox, blank_response(manifest), []))
+    peer.send((outbox.responses[0].payload, msgspec.msgpack.encode(manifest)))
+    peer.receive()
+    backend.close()
+
+
+async def test_a_client_on_two_gpus_is_told_when_the_last_of_both_is_gone(gpus: FakeCudaIpc, forge: Forge) -> None:
+    called: list[int] = []
+    with forge.start(exporter_on_two, gpus.folder) as child:
+        response, manifest = await asyncio.to_thread(child.receive)
+        attached = await Elsewhere(response, msgspec.msgpack.decode(manifest, type=StateManifest)).attach()
+        await asyncio.sleep(0)
+        tensors = attached.import_tensors()
+        assert right(tensors)
+        attached.close()
+        assert not attached.when_unused(lambda: called.append(1))
+        for name, expected in (("a", []), ("b", [1])):
+            del tensors[name]
+            gc.collect()
+            assert called == expected
+        child.send("done")
+
+
 async def test_a_client_that_imported_nothing_is_done_when_it_closes(elsewhere: Elsewhere) -> None:
     attached = await elsewhere.attach()
     await asyncio.sleep(0)
