@@ -37,6 +37,14 @@ _loop: asyncio.AbstractEventLoop | None = None
 _loop_pid = 0
 
 
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # Another thread may have held it at the fork, and is not there any more.
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run it on the background loop.  A KeyboardInterrupt here cancels it there."""
     global _loop, _loop_pid

@@ -81,7 +81,7 @@ class Client:
 
     async def connect(self) -> None:
         """Connect; does nothing while connected."""
-        if self._session is None or self._session.ended.done():
+        if self._session is None or self._session.ended.done() or self._session.inherited:
             backends = await accepted_backends() if self._backends is None else self._backends
             _make_room(backends)
             session = await Session.open(

@@ -14,7 +14,7 @@ from wcache_async.backends.carried import pack_manifest
 from wcache_async.backends.registry import choose_for_device
 from wcache_async.client.fetch import FetchedState
 from wcache_async.client.session import Progress, Session
-from wcache_async.errors import BindError, UnexpectedMessage
+from wcache_async.errors import BindError, MalformedMessage, UnexpectedMessage
 from wcache_async.manifest import Config
 from wcache_async.protocol.messages import (
     Abandon,
@@ -44,8 +44,14 @@ Build = Callable[[], "Built | Awaitable[Built]"]
 
 
 def automatic_name(config: Config) -> str:
-    """A name that is the same for the same config and no other: a digest of it."""
-    body = msgspec.msgpack.encode(sorted(config.items()))
+    """A name that is the same for the same config and no other: a digest of it.
+
+    Raises MalformedMessage for what no message can carry.
+    """
+    try:
+        body = msgspec.msgpack.encode(sorted(config.items()))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise MalformedMessage(reason=f"the config cannot be encoded: {error}") from error
     return f"auto-{hashlib.blake2b(body, digest_size=12).hexdigest()}"
 
 

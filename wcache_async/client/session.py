@@ -60,7 +60,7 @@ class Answer:
         self.progress = progress
         self.message: Message | None = None
         self.fds: list[OwnedFd] = []
-        self.error: WeightCacheError | None = None
+        self.error: Exception | None = None
 
     def settle(self) -> None:
         if not self._wake.done():
@@ -94,6 +94,7 @@ class Session:
         self.ended: asyncio.Future[None] = loop.create_future()
         """Done once the connection is gone, whoever ended it."""
         self._stream = stream
+        self._pid = os.getpid()
         self._last_id = 0
         self._answers: dict[int, Answer] = {}
         self._error: WeightCacheError | None = None
@@ -114,6 +115,11 @@ class Session:
             stream.close()
             raise
         return cls(stream, socket_path, backends)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child's copy: the connection, and every lease on it, are its parent's."""
+        return self._pid != os.getpid()
 
     @property
     def lost(self) -> DaemonLost | None:
@@ -140,10 +146,10 @@ class Session:
         Raises the daemon's error, DaemonLost, ClientClosed, ProtocolError.  The caller closes
         the Answer, or takes its fds.
         """
-        if self._error is not None:
+        if self._error is not None or self.inherited:
             for fd in fds:
                 fd.close()
-            raise self._error
+            raise self._error or ClientClosed
         self._last_id += 1
         request_id = self._last_id
         answer = Answer(asyncio.get_running_loop().create_future(), progress)
@@ -169,10 +175,17 @@ class Session:
             raise
 
     async def close(self) -> None:
-        """End the connection, and with it every lease; further calls do nothing."""
+        """End the connection, and with it every lease; further calls do nothing.
+
+        In a forked child it only lets go of the child's descriptor.
+        """
+        if self.inherited:
+            self._error = self._error or ClientClosed()
+            return self._stream.close()  # The reader and its loop are copies that never run again.
         self._end(ClientClosed())
         self._reader.cancel()
         await asyncio.wait((self._reader,))
+        return None
 
     # ----------------------------------------------------------------------------- reading
     async def _read(self) -> None:
@@ -199,7 +212,12 @@ class Session:
         answer = self._answers.get(request_id)
         if isinstance(message, LoadProgress):
             if answer is not None and answer.progress is not None:
-                answer.progress(message.bytes_done, message.bytes_total)
+                try:
+                    answer.progress(message.bytes_done, message.bytes_total)
+                except Exception as error:  # The caller's own, and raised to it: other requests go on.
+                    del self._answers[request_id]
+                    answer.error = error
+                    answer.settle()
             return None
         if isinstance(message, ErrorResponse):
             for fd in fds:
@@ -232,7 +250,7 @@ class Session:
 
     def post(self, message: Message) -> None:
         """Send a request whose answer nobody needs; does nothing once the connection is gone."""
-        if self._error is None:
+        if self._error is None and not self.inherited:
             self._last_id += 1
             with contextlib.suppress(StreamError):
                 self._stream.send(self._last_id, message)

@@ -15,6 +15,7 @@ rule was broken; StreamClosed once this side closed.
 """
 
 import asyncio
+import os
 import socket
 import threading
 from array import array
@@ -78,6 +79,7 @@ class FdStream:
         max_queued_events: int = 64,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
         self.peer: PeerCredentials = peer_credentials(sock)
         sock.setblocking(False)
         self._sock = sock
@@ -292,7 +294,8 @@ class FdStream:
         if self._closed:
             return
         self._closing = self._closed = True
-        if self._loop.is_closed():
+        # A forked child shares its parent's epoll set, and would unregister the parent's socket (epoll(7)).
+        if self._loop.is_closed() or self._pid != os.getpid():
             self._forget_loop()
         self._end_reading(StreamClosed)
         self._sender.fail(StreamClosed)
