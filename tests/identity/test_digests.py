@@ -188,7 +188,6 @@ def on_one_storage(offset: int) -> StateSpec:
         msgspec.structs.replace(two(), cuts={"a": Cut(0, (8,), 0, 2)}),
         msgspec.structs.replace(two(), cuts={"a": Cut(0, (8,), 1, 2)}),
     ],
-    ids=lambda spec: str(hash(repr(spec)) % 1000),
 )
 def test_another_name_layout_kind_tie_or_sharing_is_another_state(other: StateSpec) -> None:
     assert state_digest(other, [A, B]) != state_digest(two(), [A, B])

@@ -242,6 +242,21 @@ class WeightCacheTransportBackend(ABC):
         raise BackendUnavailable(name=self.name, reason="states made by clients cannot be adopted through it")
 
     # ----------------------------------------------------------------------------- client
+    def prepare_unmap(self) -> None:
+        """Put the imported tensors to sleep: unmap their memory, and keep their addresses.  Blocks.
+
+        Nothing may touch the tensors until `remap`.  Raises BackendUnavailable where the backend cannot.
+        """
+        raise BackendUnavailable(name=self.name, reason="its memory cannot be unmapped and mapped again in its place")
+
+    def take_arena_fds(self, stream: ResponseReceiver, response: FetchStateResponse) -> list[OwnedFd]:
+        """The fds that `remap` takes, from a further response for the same generation."""
+        raise BackendUnavailable(name=self.name, reason="its memory cannot be unmapped and mapped again in its place")
+
+    def remap(self, fds: Sequence[OwnedFd]) -> None:
+        """Wake the tensors: map the same arenas where they were.  Takes `fds` over.  Blocks."""
+        raise BackendUnavailable(name=self.name, reason="its memory cannot be unmapped and mapped again in its place")
+
     @abstractmethod
     async def recv_fetch_state_response(
         self, stream: ResponseReceiver, response: FetchStateResponse, manifest: StateManifest

@@ -18,13 +18,20 @@ from wcache_async.client.session import Answer, Session
 from wcache_async.errors import (
     BackendNotAccepted,
     DaemonLost,
+    GenerationChanged,
     MalformedMessage,
     StaleState,
     StateReleased,
 )
 from wcache_async.identity.files import changed_files
 from wcache_async.manifest import Config, Origin, StateManifest
-from wcache_async.protocol.messages import DIGEST_NBYTES, FetchDigests, FetchDigestsResponse, FetchStateResponse
+from wcache_async.protocol.messages import (
+    DIGEST_NBYTES,
+    FetchDigests,
+    FetchDigestsResponse,
+    FetchState,
+    FetchStateResponse,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -206,6 +213,42 @@ class FetchedState:
         module = build_on_meta(factory, dtype or _default_dtype(self.config))
         await self.bind(module)
         return module
+
+    async def sleep(self) -> None:
+        """Unmap the state's memory on this process's device, and keep every tensor's address.
+
+        The lease stays, and so does the daemon's memory; nothing may touch the tensors until `wake`.
+        Raises BackendUnavailable on a backend other than vmm_fd, StateReleased, CudaDriverError.
+        """
+        await asyncio.to_thread(self.backend.prepare_unmap)
+
+    async def wake(self) -> None:
+        """Map the state's memory again where it was.
+
+        Raises GenerationChanged where the daemon holds another generation by now, StateNotFound,
+        InsufficientMemory, DaemonLost, CudaDriverError; the state then sleeps on.
+        """
+        backend = self.backend
+        request = FetchState(name=self.name, rank=self.rank, backends=(backend.name,))
+        response, answer = await self._session.request(request, FetchStateResponse)
+        fds = CarriedFds(answer.take_fds())
+        try:
+            if response.generation != self.generation:
+                raise GenerationChanged(
+                    name=self.name, rank=self.rank, expected=self.generation, actual=response.generation
+                )
+            if response.manifest is None:
+                for manifest_fd in fds.take_fds(1):  # It is what it was.
+                    manifest_fd.close()
+            arenas = backend.take_arena_fds(fds, response)
+            fds.finish()
+            await asyncio.to_thread(backend.remap, arenas)
+        except BaseException:
+            fds.close()
+            self._session.release(response.lease)
+            raise
+        slept, self._lease = self._lease, response.lease
+        self._session.release(slept)
 
     async def release(self) -> None:
         """Give up the lease; tensors already imported stay valid.  Further calls do nothing."""

@@ -12,7 +12,7 @@ from tests.conformance.cases import tensor_of
 from tests.emulated_gpu.suite.rig import Emulator, contents
 from tests.processes import Forge, Peer
 from wcache_async import Client, Daemon, blocking
-from wcache_async.errors import BackendUnavailable, InsufficientMemory, WeightCacheError
+from wcache_async.errors import BackendUnavailable, GenerationChanged, InsufficientMemory, WeightCacheError
 
 GPU = "GPU-46414b45-4355-4441-0000-000000000000"
 
@@ -117,3 +117,36 @@ def test_an_engine_goes_on_when_the_daemon_is_gone(
             daemon.kill(end)
             assert daemon.exit_status == (-9 if end is signal.SIGKILL else 0)
             assert contents(tensors) == contents(weights())
+
+
+async def test_a_state_sleeps_and_wakes_with_every_tensor_where_it_was(
+    checkpoint: Path, short_tmp: Path, emulator: Emulator
+) -> None:
+    path = short_tmp / "w.sock"
+    async with Daemon(path, backend="vmm_fd", device="cuda:0", drain_timeout=5) as daemon:
+        await daemon.load(str(checkpoint), name="m")
+        async with Client(path) as client:
+            state = await client.fetch_state("m")
+            tensors = await state.import_tensors()
+            addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+            await state.sleep()
+            await state.wake()
+            assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == addresses
+            assert contents(tensors) == contents(weights())
+            assert daemon.status().states[0].leases == 1
+            await state.sleep()
+            await daemon.load(str(checkpoint), name="m", replace=True)
+            with pytest.raises(GenerationChanged) as caught:
+                await state.wake()
+            assert (caught.value.expected, caught.value.actual) == (1, 2)
+            await state.release()
+
+
+async def test_what_cannot_sleep_says_so(short_tmp: Path, checkpoint: Path) -> None:
+    path = short_tmp / "w.sock"
+    async with Daemon(path, drain_timeout=5) as daemon:
+        await daemon.load(str(checkpoint), name="m")
+        async with Client(path) as client:
+            state = await client.fetch_state("m")
+            with pytest.raises(BackendUnavailable, match="shm_fd"):
+                await state.sleep()
