@@ -35,7 +35,7 @@ P = ParamSpec("P")
 _ROOT = Path(__file__).resolve().parent.parent
 _MESSAGE_NBYTES = 128 << 10  # of a SOCK_SEQPACKET message, below the default socket buffer
 _PR_SET_PDEATHSIG = 1
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class ChildError(Exception):

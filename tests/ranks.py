@@ -27,6 +27,7 @@ def run_ranks(
     **kwargs: P.kwargs,
 ) -> list[Any]:
     """What `function` returns in each of `size` ranks, called with its rank; `folder` is theirs to meet in."""
+    folder.mkdir(exist_ok=True)  # Without it they would wait for one another in vain.
     with ExitStack() as stack:
         children: list[Child] = [
             stack.enter_context(forge.start(_rank, rank, size, str(folder / "group"), function, args, kwargs))
