@@ -164,6 +164,14 @@ async def test_the_last_view_of_an_arena_unmaps_it(emulator: Emulator) -> None:
         assert emulator.held() == before
 
 
+async def test_private_copies_are_made_when_the_state_is_there(emulator: Emulator) -> None:
+    async with exported() as (backend, manifest):
+        waited = emulator.count("cuCtxSynchronize")
+        client = await attach(backend, manifest)
+        assert waited() == 1
+        client.close()
+
+
 async def test_an_importer_keeps_no_handle_and_no_fd(emulator: Emulator) -> None:
     async with exported() as (backend, manifest):
         before = emulator.held()

@@ -74,6 +74,25 @@ def test_a_storage_is_copied_once_and_not_before_it_is_filled(emulator: Emulator
     del backend
 
 
+def test_a_state_is_finished_when_the_device_has_it(emulator: Emulator) -> None:
+    """Copies from pageable memory return earlier; the emulator's do not, so the waiting itself is looked for."""
+    backend, writer = begin()
+    for number in range(len(SIZES)):
+        write(writer, number)
+    waited = emulator.count("cuCtxSynchronize")
+    writer.finish()
+    assert waited() == 1
+    backend.close()
+
+
+def test_memory_is_unmapped_when_the_device_has_done_with_it(emulator: Emulator) -> None:
+    _, writer = begin()
+    write(writer, 0)
+    waited = emulator.count("cuCtxSynchronize")
+    writer.abort()
+    assert waited() == 1
+
+
 def test_what_a_reader_could_not_fill_is_not_copied(emulator: Emulator) -> None:
     _, writer = begin()
     copies = emulator.count("cuMemcpy")
