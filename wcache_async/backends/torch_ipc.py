@@ -219,7 +219,7 @@ class TorchIpcTransportBackend(WeightCacheTransportBackend):
     ) -> None:
         try:
             payload = _decode_payload(response.payload)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise MalformedMessage(reason=f"the payload of {self.name}: {error}") from error
         fds = stream.take_fds(sum(1 for arena in manifest.arenas if arena.device == _CPU))
         # Everything handed to the executor owns itself, so that a cancellation, before or while

@@ -349,7 +349,7 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
     def _take_fds(self, stream: ResponseReceiver, payload: bytes, manifest: StateManifest) -> list[OwnedFd]:
         try:
             announced = _decode_payload(payload).arenas
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise MalformedMessage(reason=f"the payload of {self.name}: {error}") from error
         expected = tuple(arena.nbytes for arena in manifest.arenas)
         if expected != announced:
