@@ -261,6 +261,42 @@ def test_a_checkpoint_of_each_ranks_own_is_bound_by_its_shapes(
         torch.testing.assert_close(torch.tensor(results[1]), model(inputs()))
 
 
+# -------------------------------------------------------------------------------- published
+def published(rank: int, socket: Path) -> None:
+    torch.manual_seed(5)  # Alike in every rank.
+    model = parallelized(Small()).eval()
+    model.head.weight.requires_grad_(False)
+    model.layers[1].up.weight = model.layers[0].up.weight  # type: ignore[union-attr]
+    with torch.inference_mode():
+        logits = model(inputs())
+    with blocking.Client(socket) as client:
+        client.publish("p", model, rank=rank, rebind=True)
+        with torch.inference_mode():
+            assert torch.equal(model(inputs()), logits)
+    torch.distributed.barrier()
+    again = parallelized(on_meta())
+    again.layers[1].up.weight = again.layers[0].up.weight  # type: ignore[union-attr]
+    with fetched(socket, 1 - rank, "p") as other, pytest.raises(BindError, match=f"part {rank} of 2"):
+        other.bind(again)
+    with fetched(socket, rank, "p") as state:
+        state.bind(again)
+        # What the whole is of is the same, whichever rank says it.
+        assert state.manifest.cuts["layers.0.down.weight"] == Cut(1, (16,), rank, 2)
+        assert "layers.0.down.bias" not in state.manifest.cuts
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert type(ours) is type(theirs)
+        assert ours.requires_grad == theirs.requires_grad
+    assert again.layers[1].up.weight is again.layers[0].up.weight  # type: ignore[union-attr]
+    assert not again.training
+    with torch.inference_mode():
+        assert torch.equal(again(inputs()), logits)
+
+
+def test_ranks_publish_their_shards_and_others_bind_them(wcache: Wcache, forge: Forge, tmp_path: Path) -> None:
+    with wcache.serve():
+        run_ranks(forge, 2, tmp_path, published, wcache.socket_path)
+
+
 def test_names_of_one_tensor_that_a_module_distributes_unlike_do_not_fit() -> None:
     """They could not be one object, and each has the right shape."""
     spec = StateSpec(

@@ -14,7 +14,8 @@ import msgspec
 from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.backends.storages import StorageRegion, describe_tensors
 from wcache_async.errors import ExportError, ModuleError
-from wcache_async.manifest import Config, Kind, ModuleRecord, StateManifest, StateSpec, WrappedTensor
+from wcache_async.manifest import Config, Cut, Kind, ModuleRecord, StateManifest, StateSpec, WrappedTensor
+from wcache_async.modules.distributed import cut_of, is_distributed, local_shard
 from wcache_async.modules.walk import Held, Walked, walk
 from wcache_async.modules.wrapped import is_plain, take_apart, type_name
 
@@ -38,6 +39,9 @@ class _Flat:
     kinds: dict[str, Kind] = field(default_factory=dict)
     wrapped: dict[str, WrappedTensor] = field(default_factory=dict)
     first_name: dict[int, str] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    of_dtensors: dict[str, bool] = field(default_factory=dict)
+    """Local shards by name, and whether the DTensor requires grad: a shard by itself does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def describe_module(
 
     Raises ModuleError naming what cannot be kept exactly: a module that contains itself, a name
     that stands for two tensors, tensors inside a list, an unregistered tensor subclass, and
-    sparse, nested, conjugated, meta or fake tensors.
+    sparse, nested, conjugated, meta or fake tensors.  Of a DTensor it is the local shard that is kept.
     """
     walked = walk(module)
     return _describe_walked(walked, scalars_of(walked), backend=backend, devices=devices)
@@ -76,7 +80,18 @@ def _describe_walked(
         spec, regions = describe_tensors(flat.tensors, backend=backend, devices=devices, kinds=flat.kinds)
     except ExportError as error:
         raise ModuleError(path=error.tensor, reason=error.reason) from error
+    if flat.of_dtensors:
+        spec = _with_dtensors(spec, flat)
     return msgspec.structs.replace(spec, module=_record(walked, scalars, flat, spec)), regions
+
+
+def _with_dtensors(spec: StateSpec, flat: _Flat) -> StateSpec:
+    tensors = tuple(
+        msgspec.structs.replace(tensor, requires_grad=flat.of_dtensors.get(tensor.name, tensor.requires_grad))
+        for tensor in spec.tensors
+    )
+    cuts = {tensor.name: flat.cuts[tensor.name] for tensor in tensors if tensor.name in flat.cuts}
+    return msgspec.structs.replace(spec, tensors=tensors, cuts=cuts)
 
 
 def export_state(
@@ -125,6 +140,14 @@ def copy_region(region: StorageRegion, into: memoryview, advance: Callable[[int]
 
 def _flatten(flat: _Flat, name: str, held: Held) -> None:
     tensor = held.tensor
+    if is_distributed(tensor):
+        cut = cut_of(name, tensor)
+        if cut is not None:
+            flat.cuts[name] = cut
+        flat.of_dtensors[name] = tensor.requires_grad
+        tensor = local_shard(tensor)
+        if not is_plain(tensor):
+            raise ModuleError(path=name, reason=f"it is a DTensor of {type_name(tensor)}")
     if is_plain(tensor):
         flat.tensors[name] = (tensor, held.kind is Kind.PARAMETER)
         flat.kinds[name] = held.kind
