@@ -125,15 +125,21 @@ async def test_of_two_publications_with_one_ticket_one_is_taken(daemon: Daemon) 
     assert state.phase == "ready"
 
 
-async def test_a_ticket_given_back_while_its_publication_is_checked_makes_no_second_builder(daemon: Daemon) -> None:
+@pytest.mark.parametrize("turns", [0, 2, 4, 8])
+async def test_a_ticket_given_back_while_its_publication_is_checked_makes_no_second_builder(
+    daemon: Daemon, turns: int
+) -> None:
     """Either the state is adopted or the next one builds it: never both."""
     async with ScriptedPeer.connect(daemon.socket_path) as first, ScriptedPeer.connect(daemon.socket_path) as second:
         await first.greet()
         await second.greet()
         ticket = await ticket_of(first)
         await second.say(1, Claim(name="m"))
-        with sealed_memfd("arena", bytes(64)) as fd:
-            await first.say(2, publication(ticket=ticket), [fd.fileno()])
+        nbytes = 8 << 20  # Takes a moment to digest.
+        with sealed_memfd("arena", bytes(nbytes)) as fd:
+            await first.say(2, publication(manifest=manifest_of(nbytes), ticket=ticket), [fd.fileno()])
+            for _ in range(turns):
+                await asyncio.sleep(0)
             await first.say(3, Abandon(ticket=ticket))
         said = [await answer(first), await answer(first)]
         then = await answer(second)
