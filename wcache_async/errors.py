@@ -785,7 +785,7 @@ class DaemonLost(WeightCacheError):
 
     @property
     def hint(self) -> str:
-        return "Tensors attached through shm_fd or vmm_fd stay valid; connect again for anything new"
+        return "Tensors on the CPU, and those attached through vmm_fd, stay valid; connect again for anything new"
 
 
 class GenerationChanged(WeightCacheError):
