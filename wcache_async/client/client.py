@@ -32,8 +32,6 @@ from wcache_async.sockets.address import default_socket_path
 from wcache_async.sockets.limits import raise_fd_limit
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
     from wcache_async.client.publish import Built
 
@@ -181,7 +179,7 @@ class Client:
     async def publish(
         self,
         name: str,
-        module_or_tensors: "nn.Module | Mapping[str, torch.Tensor]",
+        module_or_tensors: "Built",
         *,
         rank: int = 0,
         config: Mapping[str, Scalar] | None = None,

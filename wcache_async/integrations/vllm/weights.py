@@ -127,7 +127,7 @@ def reshape(model: "nn.Module", manifest: StateManifest) -> None:
     wanted: dict[str, tuple[Kind, torch.Tensor]] = {}
     for entry in manifest.tensors:
         dtype = getattr(torch, manifest.dtypes[entry.dtype])
-        meta = torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
+        meta = torch.empty(entry.shape, dtype=dtype, device="meta")
         if entry.kind is Kind.PARAMETER:
             meta = torch.nn.Parameter(meta, requires_grad=entry.requires_grad)
         wanted[entry.name] = entry.kind, meta
