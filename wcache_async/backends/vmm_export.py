@@ -1,8 +1,9 @@
 """Fills the arenas of one state in a GPU's memory, from host memory or from the device's own."""
 
 import ctypes
+import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -169,17 +170,20 @@ class ArenaWriter(StateWriter):
     def _give_back(self) -> None:
         arenas = list(self._arenas.values())
         self._arenas.clear()
-        if arenas:
+        if not arenas:
+            return
+        try:
             with self._device.context():
-                wait_before_unmapping()  # A copy from pageable memory returns before the device has it all.
-                for allocation, mapping in arenas:
-                    _free(allocation, mapping)
+                _free(arenas)
+        except CudaDriverError as error:
+            logger.warning("freeing arenas of %s failed, and is tried again: %s", self._device.uuid, error)
+            self._device.thread.post(functools.partial(_free, arenas))
 
 
-def _free(allocation: Allocation, mapping: Mapping | None) -> None:
-    try:
-        if mapping is not None:
-            mapping.close()
-        allocation.release()
-    except CudaDriverError as error:
-        logger.warning("freeing an arena of %s failed, and is tried again: %s", allocation.device.uuid, error)
+def _free(arenas: Sequence[tuple[Allocation, Mapping | None]]) -> None:
+    wait_before_unmapping()  # A copy from pageable memory returns before the device has it all.
+    with ExitStack() as every:
+        for allocation, mapping in arenas:
+            every.callback(allocation.release)
+            if mapping is not None:
+                every.callback(mapping.close)

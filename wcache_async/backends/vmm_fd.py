@@ -35,6 +35,7 @@ from wcache_async.backends.vmm_held import HeldArenas, adopt_arenas
 from wcache_async.backends.vmm_import import ArenaImport
 from wcache_async.errors import (
     BackendUnavailable,
+    CudaDriverError,
     ExportError,
     InsufficientMemory,
     InvalidManifest,
@@ -137,14 +138,19 @@ class VmmFdTransportBackend(WeightCacheTransportBackend):
     def close(self) -> None:
         """In the daemon blocks until the handles are released; in a client only drops its references.
 
-        An imported arena is unmapped in its device's thread, once its last tensor is gone.
+        An imported arena is unmapped in its device's thread, once its last tensor is gone.  Raises
+        CudaDriverError; what could not be released is tried again later.
         """
         self._resident_bytes = 0
         self._arenas = self._views = None
         held, self._held = self._held, None
         if held is not None:
             # In the device's thread: an export that runs there is finished by then.
-            held.device.thread.run_blocking(held.release)
+            try:
+                held.device.thread.run_blocking(held.release)
+            except CudaDriverError:
+                held.device.thread.post(held.release)
+                raise
 
     # ----------------------------------------------------------------------------- daemon
     @classmethod
