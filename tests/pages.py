@@ -8,6 +8,7 @@ One HTML comment above a block may say otherwise:
 - ``<!-- not run: reason -->``: it cannot be; its syntax, make targets and options are checked.
 - ``<!-- stays running -->``: its one command serves the rest of the page.  The page goes on when
   its output is there, and ends it with SIGTERM, to which it must exit with 0.
+- ``<!-- saved as: name -->``: it is a file, which a command further down must run.
 """
 
 import ast
@@ -55,6 +56,8 @@ class Block:
     not_run: str = ""
     """Why, if it is not run."""
     stays: bool = False
+    saved_as: str = ""
+    """The file that it is, for commands further down."""
 
     def commands(self) -> list[str]:
         """The commands of a console block."""
@@ -94,10 +97,14 @@ def parse(page: str, text: str) -> list[Block]:
             fence, language, start, body = found[2], found[3].strip(), number, []
         elif marker:
             raise PageError(f"{page}:{number}: no block follows the comment {marker!r}")
-        elif found := re.fullmatch(r"<!-- *((?:not run|stays running).*?) *-->", line.strip()):
+        elif found := re.fullmatch(r"<!-- *((?:not run|stays running|saved as).*?) *-->", line.strip()):
             marker = found[1]
     if fence or marker:
         raise PageError(f"{page}: ends inside a block, or before one")
+    for number, block in enumerate(blocks):
+        later = [command for other in blocks[number:] if not other.not_run for command in other.commands()]
+        if block.saved_as and not any(block.saved_as in command for command in later):
+            raise PageError(f"{block}: no command further down runs {block.saved_as}")
     return blocks
 
 
@@ -106,8 +113,9 @@ def _block(page: str, line: int, language: str, text: str, marker: str) -> Block
     if language not in RUN + NOT_RUN:
         raise PageError(f"{where}: a block of {language or 'no language'}, not one of {', '.join(RUN + NOT_RUN)}")
     reason = re.fullmatch(r"not run: *(\S.*)", marker)
-    if marker and not reason and marker != "stays running":
-        raise PageError(f"{where}: expected 'not run: REASON' or 'stays running', got {marker!r}")
+    saved = re.fullmatch(r"saved as: *([\w.]+)", marker)
+    if marker and not reason and not saved and marker != "stays running":
+        raise PageError(f"{where}: expected 'not run: REASON', 'saved as: NAME' or 'stays running', got {marker!r}")
     block = Block(
         page=page,
         line=line,
@@ -115,8 +123,9 @@ def _block(page: str, line: int, language: str, text: str, marker: str) -> Block
         text=text,
         not_run=reason[1] if reason else "",
         stays=marker == "stays running",
+        saved_as=saved[1] if saved else "",
     )
-    if marker and language not in RUN:
+    if marker and language not in RUN and not saved:
         raise PageError(f"{where}: {language} is not run anyway")
     if language == "console" and not text.startswith("$ "):
         raise PageError(f"{where}: a console block begins with a command behind '$ '")
@@ -138,6 +147,9 @@ def run(blocks: list[Block], folder: Path) -> None:
     (folder / "run").mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as running:
         for block in blocks:
+            if block.saved_as:
+                (folder / block.saved_as).write_text(block.text + "\n")
+                continue
             if block.not_run or block.language not in RUN:
                 continue
             if block.stays:

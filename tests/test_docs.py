@@ -150,6 +150,25 @@ def test_what_was_to_stay_running_and_ended_fails_its_page(short_tmp: Path) -> N
         run_page(short_tmp, "<!-- stays running -->", "```console", "$ echo up", "ready", "```")
 
 
+def test_a_block_may_be_a_file_that_a_command_runs(short_tmp: Path) -> None:
+    run_page(
+        short_tmp,
+        "<!-- saved as: hello.py -->",
+        "```python",
+        "print('hello')",
+        "```",
+        "<!-- saved as: names.json -->",
+        "```json",
+        "{}",
+        "```",
+        "```console",
+        "$ python hello.py && cat names.json",
+        "hello",
+        "{}",
+        "```",
+    )
+
+
 def test_what_is_not_run_is_not_run(short_tmp: Path) -> None:
     run_page(short_tmp, "<!-- not run: it takes an hour -->", "```console", "$ touch file", "```")
     assert not (short_tmp / "file").exists()
@@ -168,6 +187,9 @@ def test_what_is_not_run_is_not_run(short_tmp: Path) -> None:
         (["<!-- not run -->", "```console", "$ true", "```"], "REASON"),
         (["<!-- not run: -->", "```console", "$ true", "```"], "REASON"),
         (["<!-- not run: why -->", "```text", "x", "```"], "not run anyway"),
+        (["<!-- saved as: a.py -->", "```python", "1 / 0", "```"], "no command further down runs a.py"),
+        (["```console", "$ python a.py", "```", "<!-- saved as: a.py -->", "```python", "1 / 0", "```"], "runs a.py"),
+        (["<!-- saved as: ../a.py -->", "```python", "1 / 0", "```"], "saved as: NAME"),
         (["<!-- stays running -->", "```console", "$ sleep 9", "```"], "the output it is ready after"),
         (["<!-- stays running -->", "```console", "$ true", "$ sleep 9", "up", "```"], "one command"),
         (["<!-- stays running -->", "```python", "x", "```"], "one command"),
