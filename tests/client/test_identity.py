@@ -76,6 +76,15 @@ async def test_every_tensors_digest_is_to_be_had_whatever_carries_the_state(
             await state.fetch_digests()
 
 
+async def test_a_states_digest_does_not_depend_on_what_it_was_loaded_into(short_tmp: Path, checkpoint: Path) -> None:
+    digests = set()
+    for backend in ("shm_fd", "torch_ipc"):
+        async with Daemon(short_tmp / backend, backend=backend) as daemon:
+            digests.add(await load_and_tell(daemon, checkpoint, "m"))
+    assert len(digests) == 1
+    assert digests != {""}
+
+
 class Tied(nn.Module):
     """A tied weight, a view of another, a strided one."""
 
