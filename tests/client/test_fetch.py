@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from wcache_async.errors import (
     ConfigMismatch,
     DaemonLost,
     Draining,
+    InvalidRequest,
     LoadingTimeout,
     NotRunning,
     StateExists,
@@ -308,6 +310,32 @@ async def test_unknown_names_list_what_there_is(daemon: Daemon, checkpoint: Path
         assert caught.value.available == ["m:1"]
         with pytest.raises(StateNotFound):
             await client.unload("n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "reason"),
+    [
+        ({"timeout": -1}, "timeout", ">= 0"),
+        ({"rank": -1}, "rank", ">= 0"),
+        ({"name": 5}, "name", "got `int`"),
+        ({"expect": {"dtype": torch.float32}}, "expect['dtype']", "torch.float32 is a torch.dtype; it takes text"),
+        ({"expect": {"shape": (1, 2)}}, "expect['shape']", "(1, 2) is a tuple"),
+        ({"expect": {"size": 2**70}}, "body", ""),
+        ({"name": "\ud800"}, "body", "surrogates"),
+    ],
+)
+async def test_an_argument_that_no_message_can_carry_is_refused_and_the_connection_goes_on(
+    daemon: Daemon, checkpoint: Path, arguments: dict[str, Any], field: str, reason: str
+) -> None:
+    await daemon.load(checkpoint, name="m")
+    async with Client(daemon.socket_path) as client:
+        held = await client.fetch_state("m")
+        with pytest.raises(InvalidRequest) as caught:
+            await client.fetch_state(**{"name": "m", **arguments})
+        assert caught.value.field == field
+        assert reason in caught.value.reason
+        assert (await client.status()).states[0].leases == 1
+        await held.release()
 
 
 async def test_a_request_after_the_daemon_hung_up_is_told_why(daemon: Daemon, short_tmp: Path) -> None:

@@ -34,6 +34,7 @@ from wcache_async.protocol.messages import (
     Message,
     Release,
     Welcome,
+    check_request,
     type_of,
 )
 from wcache_async.sockets.fds import OwnedFd
@@ -143,13 +144,17 @@ class Session:
     ) -> tuple[M, Answer]:
         """Send a request, with `fds`, which it takes over, and wait for its response.
 
-        Raises the daemon's error, DaemonLost, ClientClosed, ProtocolError.  The caller closes
-        the Answer, or takes its fds.
+        Raises the daemon's error, InvalidRequest for what it could not even decode, DaemonLost,
+        ClientClosed, ProtocolError.  The caller closes the Answer, or takes its fds.
         """
-        if self._error is not None or self.inherited:
+        try:
+            if self._error is not None or self.inherited:
+                raise self._error or ClientClosed
+            check_request(message)
+        except BaseException:
             for fd in fds:
                 fd.close()
-            raise self._error or ClientClosed
+            raise
         self._last_id += 1
         request_id = self._last_id
         answer = Answer(asyncio.get_running_loop().create_future(), progress)

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from wcache_async.errors import (
     Detail,
+    InvalidRequest,
     MalformedMessage,
     UnknownMessage,
     WeightCacheError,
@@ -54,6 +55,7 @@ __all__ = [
     "Unload",
     "UnloadResponse",
     "Welcome",
+    "check_request",
     "decode_request",
     "decode_response",
     "encode_message",
@@ -408,6 +410,30 @@ def encode_message(message: Message) -> bytes:
         raise MalformedMessage(reason=f"{type_of(message)} cannot be encoded: {error}") from error
 
 
+def check_request(message: Message) -> None:
+    """Refuse here what the daemon could not decode, which would end the connection and every lease on it.
+
+    Callers' values come unchecked: a negative timeout, a torch.dtype in `expect`.  Raises
+    InvalidRequest, which names the field.
+    """
+    try:
+        _requests.decode(_encoder.encode(message))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _invalid(message, error) from error
+
+
+def _invalid(message: Message, error: Exception) -> InvalidRequest:
+    for field, value in msgspec.structs.asdict(message).items():
+        for key, item in value.items() if isinstance(value, dict) else ():
+            if item is not None and not isinstance(item, bool | int | float | str):
+                kind = f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
+                reason = f"{_told(repr(item))} is a {kind}; it takes text, a number, a bool or None"
+                return InvalidRequest(field=f"{field}[{key!r}]", reason=reason)
+    # msgspec's words are "... - at `$.timeout`".
+    reason, _, path = str(error).partition(" - at `$.")
+    return InvalidRequest(field=path.rstrip("`") or "body", reason=_told(reason))
+
+
 def decode_request(body: bytes) -> Request:
     """The request in `body`.  Raises UnknownMessage or MalformedMessage."""
     try:
@@ -434,7 +460,7 @@ def _undecodable(body: bytes, direction: str, error: Exception) -> WeightCacheEr
     return UnknownMessage(type=kind[:64])
 
 
-def _told(error: Exception) -> str:
+def _told(error: object) -> str:
     """msgspec quotes the offending value whole, be it as long as the body."""
     text = str(error)
     return text if len(text) <= 200 else f"{text[:200]}…"
