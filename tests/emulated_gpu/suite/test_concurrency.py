@@ -120,10 +120,11 @@ async def test_an_export_that_is_cancelled_leaves_no_fd(emulator: Emulator) -> N
         task = asyncio.create_task(send(backend, manifest))
         await until(lambda: emulator.seen() >= 2)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError) as caught:
             await task
         await asyncio.to_thread(settle)
         assert set(os.listdir("/proc/self/fd")) == before, "fds that were exported for nobody"
+        assert caught.value.__traceback__ is not None, "it keeps the frames that were waiting for the fds"
 
 
 @pytest.mark.parametrize(
