@@ -111,13 +111,19 @@ class DaemonProcess:
 
     def __init__(self, socket: Path) -> None:
         self.socket = str(socket)
-        self._process = subprocess.Popen(
-            [Path(sys.executable).with_name("wcache"), "serve", "--socket", socket],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline().startswith(b"ready")
+        log = socket.with_suffix(".log")
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [Path(sys.executable).with_name("wcache"), "serve", "--socket", socket],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+        if not self._line().startswith(b"ready"):
+            self.close()
+            raise RuntimeError(f"the daemon did not start: {log.read_text()}")
+
+    def _line(self) -> bytes:
+        return self._process.stdout.readline() if self._process.stdout is not None else b""
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
