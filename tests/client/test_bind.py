@@ -130,3 +130,16 @@ def test_planning_touches_nothing(state: Tensors) -> None:
     planned = plan(describe(walk(module)), manifest_of(state))
     assert planned.sources.keys() >= state.keys()
     assert module.embed.weight.is_meta
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_constructor_hung_on_its_parameters_stays(
+    device: str, state: Tensors, backend: WeightCacheTransportBackend
+) -> None:
+    """How to load or shard them, as engines note it."""
+    with torch.device(device):
+        module = Small()
+    module.angles = torch.arange(3.0)
+    module.embed.weight.output_dim = 0  # type: ignore[attr-defined]
+    bind(module, state, manifest_of(state), backend)
+    assert module.embed.weight.output_dim == 0  # type: ignore[attr-defined]
