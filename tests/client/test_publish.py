@@ -106,6 +106,23 @@ async def test_what_cannot_be_exported_leaves_everything_as_it_was(daemon: Daemo
         assert daemon.status().states == ()
 
 
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [
+        (5, "the module cannot be kept exactly: a value of type int is neither a module nor a mapping "),
+        ({"w": 3.0}, "w cannot be kept exactly: a value of type float is no tensor"),
+    ],
+)
+async def test_a_build_that_gives_no_tensors_is_told_so_and_the_turn_passed_on(
+    daemon: Daemon, built: Any, said: str
+) -> None:
+    async with Client(daemon.socket_path) as client:
+        with pytest.raises(ModuleError) as caught:
+            await client.fetch_or_publish("m", lambda: built)
+        assert str(caught.value).startswith(said)
+        assert (await client.fetch_or_publish("m", lambda: {"w": torch.ones(1)})).built_here
+
+
 # ---------------------------------------------------------------------------- one builder at a time
 async def test_one_of_many_builds_and_all_attach(daemon: Daemon) -> None:
     built = 0

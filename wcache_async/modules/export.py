@@ -110,6 +110,7 @@ def export_state(
         walked, scalars = module_or_tensors.walked, module_or_tensors.scalars
         spec, regions = _describe_walked(walked, scalars, backend=backend.name, devices=devices)
     else:
+        _check_named(module_or_tensors)
         named = {name: (tensor, isinstance(tensor, nn.Parameter)) for name, tensor in module_or_tensors.items()}
         spec, regions = describe_tensors(named, backend=backend.name, devices=devices)
     writer = backend.begin_export(spec)
@@ -120,6 +121,21 @@ def export_state(
         return writer.finish()
     finally:
         writer.abort()
+
+
+def _check_named(built: object) -> None:
+    # What a caller's `build` returned, so not what its annotation says.
+    import torch
+
+    if not isinstance(built, Mapping):
+        raise ModuleError(path="", reason=f"{_kind(built)} is neither a module nor a mapping of names to tensors")
+    for name, tensor in built.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ModuleError(path=str(name), reason=f"{_kind(tensor)} is no tensor")
+
+
+def _kind(value: object) -> str:
+    return f"a value of type {type(value).__qualname__}"
 
 
 def copy_region(region: StorageRegion, into: memoryview, advance: Callable[[int], None]) -> None:
