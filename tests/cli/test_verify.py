@@ -23,7 +23,10 @@ def test_a_cast_state_equals_its_checkpoint_cast_alike_and_no_other(wcache: Wcac
         assert wcache("verify", checkpoint, "--dtype", "bfloat16").code == 0
         ran = wcache("verify", checkpoint)
     assert ran.code == 1
+    first = f"tiny:0 generation 1 through shm_fd differs from {checkpoint} in 3 tensors; compared were 4 tensors, "
+    assert ran.out.startswith(f"{first}3.00 KiB:\n")
     assert "embed.weight: dtype: checkpoint float32, client bfloat16" in ran.out
+    assert ran.err == "The state says dtype=bfloat16: if it was loaded with --dtype, give that here too\n"
 
 
 def test_one_altered_byte_is_named_with_its_offset(wcache: Wcache, checkpoint: Path) -> None:

@@ -1,5 +1,6 @@
 """`wcache verify`: every byte that a client sees, or all that a model shows, against the checkpoint on disk."""
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -108,6 +109,8 @@ def verify(
         print_json(_as_builtins(model, state, comparison))
     else:
         _print(model, state, comparison, exactly=exactly)
+        for advice in _advice(state, comparison, dtype=dtype, tp_size=tp_size):
+            print(advice, file=sys.stderr)
     return ExitCode.DIFFERENT if comparison.differences else ExitCode.OK
 
 
@@ -128,6 +131,23 @@ def _as_builtins(model: str, state: "FetchedState", comparison: "Comparison") ->
     }
 
 
+def _advice(state: "FetchedState", comparison: "Comparison", *, dtype: str, tp_size: int | None) -> list[str]:
+    """What a difference is explained by that is none: the checkpoint is read otherwise than the daemon read it."""
+    from wcache_async.sources.cast import CASTABLE
+
+    differs_in = {difference.what for difference in comparison.differences}
+    said = state.config
+    forgotten = []
+    if "dtype" in differs_in and not dtype and said.get("dtype") in CASTABLE:
+        forgotten.append("dtype")
+    if "shape" in differs_in and tp_size is None and "tp_size" in said:
+        forgotten.append("tp_size")
+    return [
+        f"The state says {field}={said[field]}: if it was loaded with --{field.replace('_', '-')}, give that here too"
+        for field in forgotten
+    ]
+
+
 def _print(model: str, state: "FetchedState", comparison: "Comparison", *, exactly: bool) -> None:
     what = f"{state.name}:{state.rank} generation {state.generation} through {state.transport_backend}"
     compared = f"{count_text(comparison.tensors, 'tensor')}, {size_text(comparison.nbytes)}"
@@ -139,6 +159,6 @@ def _print(model: str, state: "FetchedState", comparison: "Comparison", *, exact
         rows = [(each.tensor, each.where, each.checkpoint, each.client) for each in differences]
         print_table(("TENSOR", "WHAT", "CHECKPOINT", "CLIENT"), rows)
     else:
-        print(f"{what} differs from {model} in {len(differences)} of {compared}:")
+        print(f"{what} differs from {model} in {count_text(len(differences), 'tensor')}; compared were {compared}:")
         for difference in differences:
             print(f"  {difference}")
