@@ -86,6 +86,8 @@ def test_rank_config_and_dtype_are_the_states(wcache: Wcache, checkpoint: Path) 
 def test_progress_is_a_line_per_tenth_where_there_is_no_terminal(wcache: Wcache, checkpoint: Path) -> None:
     with wcache.serve(checkpoint) as serving:
         assert serving.told("loading tiny:0: 100 %") == "loading tiny:0: 100 % of 3.00 KiB\n"
+        (state,) = wcache("status", "--json").json["states"]
+    assert state["bytes_done"] == state["bytes"]
 
 
 def test_without_a_model_it_is_ready_at_once(wcache: Wcache) -> None:

@@ -153,7 +153,9 @@ class Exporter:
         self, generation: Generation, manifest: StateManifest, export: Export, started: float, *, fixed: bool
     ) -> list[Effect]:
         generation.tensors = len(manifest.tensors)
-        generation.nbytes = generation.bytes_done = generation.bytes_total = manifest.tensor_bytes
+        generation.nbytes = manifest.tensor_bytes
+        # A load's total stays what it was counted in, without padding: whoever watches it end sees one figure.
+        generation.bytes_done = generation.bytes_total = generation.bytes_total or manifest.tensor_bytes
         generation.backends = (export.backend.name,)
         generation.last_used = time.monotonic()
         self._exports[generation] = _Exports({export.backend.name: export}, fixed)

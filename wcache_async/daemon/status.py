@@ -17,7 +17,7 @@ def describe(generation: Generation) -> StateStatus:
         generation=generation.number,
         tensors=generation.tensors,
         bytes=generation.nbytes or generation.bytes_total,
-        bytes_done=generation.bytes_done,
+        bytes_done=generation.nbytes or generation.bytes_done,
         backends=generation.backends,
         leases=generation.leases,
         config=generation.config,
