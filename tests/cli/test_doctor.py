@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import torch
+
 from tests.cli.commands import Wcache
 from wcache_async.backends.registry import known_backends, usable_backends
 
@@ -18,9 +20,15 @@ def test_it_judges_every_transport_as_the_registry_does(wcache: Wcache) -> None:
     assert all(finding["advice"] for finding in findings.values() if finding["verdict"] in ("slow", "limited"))
 
 
+def test_it_promises_no_cuda_tensors_where_there_is_no_cuda(wcache: Wcache) -> None:
+    findings = {finding["topic"]: finding["found"] for finding in wcache("doctor", "--json").json["findings"]}
+    promised = findings["transport torch_ipc"].partition(";")[0]
+    assert promised == f"works here, for cpu{', cuda' if torch.cuda.is_available() else ''} tensors"
+
+
 def test_it_finds_the_daemon_that_runs(wcache: Wcache, checkpoint: Path) -> None:
     with wcache.serve(checkpoint) as serving:
         lines = wcache("doctor").out.splitlines()
     (line,) = (line for line in lines if line.startswith("daemon "))
-    assert line.split(maxsplit=2)[1:] == ["ok", f"pid {serving.pid} on {serving.socket_path}, 1 states"]
+    assert line.split(maxsplit=2)[1:] == ["ok", f"pid {serving.pid} on {serving.socket_path}, 1 state"]
     assert lines[0].split() == ["WHAT", "VERDICT", "FOUND"]

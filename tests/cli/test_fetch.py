@@ -76,6 +76,12 @@ def test_a_transport_that_the_state_does_not_have_is_exit_code_4(wcache: Wcache,
     assert "the client accepts vmm_fd" in ran.err
 
 
+def test_a_transport_that_nobody_knows_makes_no_sense(wcache: Wcache) -> None:
+    ran = wcache("fetch", "m", "--backend", "shm_df")
+    assert ran.code == 2
+    assert "'shm_df' is none of " in ran.err
+
+
 def test_an_interrupt_is_exit_code_130(wcache: Wcache) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(wcache.socket_path))

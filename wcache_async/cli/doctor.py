@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from wcache_async.cli.options import AsJson, SocketPath
 from wcache_async.cli.outcome import ExitCode, print_json, reported
 from wcache_async.cli.table import print_table
+from wcache_async.cli.units import count_text
 
 if TYPE_CHECKING:
     from wcache_async.cli.machine import Finding
@@ -52,7 +53,7 @@ def _daemon(socket_path: str | None) -> "Finding":
     async def ask() -> str:
         async with Client(socket_path, backends=(), name="wcache doctor") as client:
             status = await client.status()
-            return f"pid {status.pid} on {status.socket}, {len(status.states)} states"
+            return f"pid {status.pid} on {status.socket}, {count_text(len(status.states), 'state')}"
 
     try:
         return Finding(topic="daemon", verdict=Verdict.OK, found=asyncio.run(ask()))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wcache_async.cli.options import AsJson, Rank, SocketPath, StateName, parse_items
+from wcache_async.cli.options import AsJson, Rank, SocketPath, StateName, one_of, parse_items
 from wcache_async.cli.outcome import print_json, reported
 from wcache_async.cli.table import print_table
 from wcache_async.cli.units import count_text, duration_text, size_text
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from wcache_async.client.fetch import FetchedState
 
 __all__ = ["fetch"]
+
+
+def _known_backends(values: list[str] | None) -> list[str] | None:
+    from wcache_async.backends.registry import known_backends
+
+    for value in values or ():
+        one_of(value, known_backends())
+    return values
 
 
 @reported
@@ -49,6 +57,7 @@ def fetch(
         typer.Option(
             "--backend",
             metavar="BACKEND",
+            callback=_known_backends,
             show_default=False,
             help="A way of sharing to accept (repeatable). Default: all that work here.",
         ),

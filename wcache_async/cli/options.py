@@ -19,6 +19,7 @@ __all__ = [
     "SourceKind",
     "StateName",
     "model_name",
+    "one_of",
     "parse_items",
     "parse_size",
     "split_model",
@@ -31,7 +32,7 @@ def _known_kind(value: str) -> str:
     if value != "auto":
         from wcache_async.sources import known_kinds
 
-        _one_of(value, known_kinds())
+        one_of(value, known_kinds())
     return value
 
 
@@ -39,7 +40,7 @@ def _known_dtype(value: str) -> str:
     if value:
         from wcache_async.sources.cast import CASTABLE
 
-        _one_of(value, CASTABLE)
+        one_of(value, CASTABLE)
     return value
 
 
@@ -47,11 +48,12 @@ def _known_backend(value: str) -> str:
     if value != "auto":
         from wcache_async.backends.registry import known_backends
 
-        _one_of(value, ("auto", *known_backends()))
+        one_of(value, ("auto", *known_backends()))
     return value
 
 
-def _one_of(value: str, known: Iterable[str]) -> None:
+def one_of(value: str, known: Iterable[str]) -> None:
+    """Raises typer.BadParameter unless `value` is one of `known`."""
     known = list(known)
     if value not in known:
         raise typer.BadParameter(f"{value!r} is none of {', '.join(known)}")
