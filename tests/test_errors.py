@@ -245,8 +245,8 @@ def test_the_text_of_an_error_reads_well(cls: type[WeightCacheError]) -> None:
     assert not message[0].isspace()
     assert not message.endswith((".", " ", ":", ";", ","))
     assert not hint.endswith((".", " ", ":", ";", ","))
-    # A hint is told to a reader, and begins a sentence; RemoteError's is the peer's.
-    assert not hint or hint[0].isupper() or cls is RemoteError
+    # A hint is told to a reader, and begins a sentence; RemoteError's is the peer's, SourceError's a field.
+    assert not hint or hint[0].isupper() or cls in (RemoteError, SourceError)
     text = str(error)
     assert text == (f"{message}. {hint}" if hint else message)
     assert not re.search(r"(?<!\.)\.\.(?!\.)|  |\. \.|\bNone\b|<[a-z_.]+ object", text), text
@@ -286,9 +286,20 @@ def test_a_reason_that_ends_in_a_full_stop_does_not_double_it() -> None:
     )
 
 
+def test_a_command_to_load_names_the_rank_where_it_is_not_the_first() -> None:
+    assert "`wcache load MODEL --name m`" in StateNotFound(name="m", rank=0, available=[]).hint
+    assert "`wcache load MODEL --name m --rank 3`" in StateNotFound(name="m", rank=3, available=[]).hint
+    assert "`wcache load MODEL --name m --rank 3`" in errors.StateFailed(name="m", rank=3, reason="gone").hint
+
+
+@pytest.mark.parametrize(("needed", "advised"), [(101, "--max-bytes 101"), (100, "Unload or unpin something")])
+def test_nothing_is_to_be_unloaded_for_what_an_empty_daemon_would_not_hold(needed: int, advised: str) -> None:
+    assert advised in errors.BudgetExceeded(needed=needed, max_bytes=100, held=50, evictable=20).hint
+
+
 def test_an_error_is_made_by_keyword_and_shows_its_fields() -> None:
     error = SourceError(path="/m", reason="no such file")
-    assert repr(error) == "SourceError(path='/m', reason='no such file', tensor='')"
+    assert repr(error) == "SourceError(path='/m', reason='no such file', tensor='', advice='')"
     assert str(error) == "cannot load /m: no such file"
     with pytest.raises(TypeError):
         SourceError("/m", "no such file")  # type: ignore[call-arg]

@@ -235,6 +235,10 @@ def _state(name: str, rank: int) -> str:
     return f"state {name!r} rank {rank}"
 
 
+def _load(name: str, rank: int) -> str:
+    return f"`wcache load MODEL --name {name}{f' --rank {rank}' if rank else ''}`"
+
+
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB ({nbytes} bytes)"
 
@@ -337,7 +341,7 @@ class StateNotFound(RequestRefused):
 
     @property
     def hint(self) -> str:
-        return f"Load it with `wcache load MODEL --name {self.name}`, or ask for one it holds"
+        return f"Load it with {_load(self.name, self.rank)}, or ask for one it holds"
 
 
 class StateFailed(RequestRefused):
@@ -354,7 +358,7 @@ class StateFailed(RequestRefused):
 
     @property
     def hint(self) -> str:
-        return f"Mend the cause, then `wcache unload {self.name}` and load it again"
+        return f"Mend the cause, then load it again: {_load(self.name, self.rank)}"
 
 
 class StateExists(RequestRefused):
@@ -387,7 +391,7 @@ class StateUnloaded(RequestRefused):
 
     @property
     def hint(self) -> str:
-        return f"Load it again with `wcache load MODEL --name {self.name}`"
+        return f"Load it again with {_load(self.name, self.rank)}"
 
 
 class ConfigMismatch(RequestRefused):
@@ -429,7 +433,9 @@ class BudgetExceeded(RequestRefused):
 
     @property
     def hint(self) -> str:
-        return "Unload or unpin something, or raise --max-bytes"
+        if self.needed > self.max_bytes:
+            return f"It would not fit into an empty daemon either: start one with --max-bytes {self.needed} or more"
+        return "Unload or unpin something, or start the daemon with a larger --max-bytes"
 
 
 class BuildNotGranted(RequestRefused):
@@ -911,15 +917,16 @@ class ExportError(WeightCacheError):
 
 
 class ModuleError(WeightCacheError):
-    """What stands at `path` in a module (its own name, or a tensor's) cannot be kept exactly, for `reason`."""
+    """What stands at `path` in a module (its own name, or a tensor's) cannot be `what`, for `reason`."""
 
     code: ClassVar[str] = "module_error"
     path: str
     reason: str
+    what: str = "kept exactly"
 
     @property
     def message(self) -> str:
-        return f"{self.path or 'the module'} cannot be kept exactly: {self.reason}"
+        return f"{self.path or 'the module'} cannot be {self.what}: {self.reason}"
 
 
 class BindError(WeightCacheError):
@@ -952,17 +959,22 @@ class BindError(WeightCacheError):
 
 
 class SourceError(WeightCacheError):
-    """`path` (and there `tensor`, if not empty) cannot be loaded, for `reason`."""
+    """`path` (and there `tensor`, if not empty) cannot be loaded, for `reason`; `advice` is what to do, if known."""
 
     code: ClassVar[str] = "source_error"
     path: str
     reason: str
     tensor: str = ""
+    advice: str = ""
 
     @property
     def message(self) -> str:
         where = f"{self.path}: tensor {self.tensor!r}" if self.tensor else self.path
         return f"cannot load {where}: {self.reason}"
+
+    @property
+    def hint(self) -> str:
+        return self.advice
 
 
 class InsufficientMemory(WeightCacheError):

@@ -46,6 +46,30 @@ def test_a_load_that_fails_is_exit_code_5_and_the_daemon_goes_on(wcache: Wcache,
         assert wcache("status", "--json").json["states"][0]["phase"] == "failed"
 
 
+def test_a_path_that_is_not_there_says_what_to_look_at(wcache: Wcache, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.safetensors"
+    with wcache.start("serve") as serving:
+        serving.ready()
+        ran = wcache("load", missing)
+        fetched = wcache("fetch", "nowhere")
+    assert ran.code == fetched.code == 5
+    assert ran.err == (
+        f"wcache: cannot load {missing}: No such file or directory\n"
+        "Check the spelling; a daemon in a container has files of its own\n"
+    )
+    assert fetched.err.endswith("Mend the cause, then load it again: `wcache load MODEL --name nowhere`\n")
+
+
+def test_a_mended_checkpoint_is_loaded_again_as_the_error_says(
+    wcache: Wcache, checkpoint: Path, tmp_path: Path
+) -> None:
+    with wcache.start("serve") as serving:
+        serving.ready()
+        assert wcache("load", tmp_path / "nowhere", "--name", "m").code == 5
+        assert wcache("load", checkpoint, "--name", "m").code == 0
+        assert wcache("fetch", "m").code == 0
+
+
 def test_without_waiting_it_returns_at_once(wcache: Wcache, checkpoint: Path) -> None:
     with wcache.serve():
         assert wcache("load", checkpoint, "--no-wait").code == 0

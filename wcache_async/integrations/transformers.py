@@ -55,7 +55,12 @@ def from_cache(
     try:
         record = state.manifest.module
         if record is None or CONFIG_DOCUMENT not in record.documents:
-            raise ModuleError(path=name, reason="it was not loaded with `--source transformers`, so has no config.json")
+            raise ModuleError(
+                path=name,
+                what="built",
+                reason="it was not loaded with `--source transformers`, so no config.json says how; bind it to "
+                "a model of your own, or load it that way",
+            )
         model = build_model(record)
         state.bind(model)
     except BaseException:
@@ -76,7 +81,7 @@ def build_model(record: ModuleRecord) -> Any:  # Any: a PreTrainedModel
         cls = model_class(settings["architectures"][0])
         config = AutoConfig.for_model(**settings)
     except (ValueError, KeyError, TypeError) as error:
-        raise ModuleError(path="", reason=f"transformers cannot build it here: {error}") from error
+        raise ModuleError(path="", what="built", reason=f"transformers cannot do it here: {error}") from error
     dtype = _dtype(torch, getattr(config, "dtype", None))
     model = build_on_meta(lambda: cls(config), dtype)
     quantization = getattr(config, "quantization_config", None)

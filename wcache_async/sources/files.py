@@ -86,6 +86,9 @@ class CheckpointFile:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise SourceError(path=path, reason="it is not a regular file")
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            advice = "Check the spelling; a daemon in a container has files of its own"
+            raise SourceError(path=path, reason=_reason(error), advice=advice) from error
         except (OSError, ValueError) as error:
             raise SourceError(path=path, reason=_reason(error)) from error
         try:
