@@ -193,7 +193,7 @@ class Daemon:
             return
         self._server = self._exporter = self._listener = self._lock = None
         self._draining = server
-        logger.info("draining: %d clients", server.clients)
+        logger.info("draining; clients connected: %d", server.clients)
         # The socket goes first: who connects from now on is told at once that nobody is here.
         listener.close()
         exporter.stop_loading()
