@@ -276,12 +276,18 @@ out = os.read(r, 200).decode()
 }
 
 
+ALONE = {"meminfo_drop_on_create", "fd_alone_keeps_memory"}
+"""They measure the device's free memory, which others would change meanwhile."""
+
+
 def probe(names: Collection[str] = (), environment: Mapping[str, str] | None = None) -> dict[str, Answer]:
     """Ask this machine's driver, or that of `environment`, the named questions (none: all)."""
     chosen = [name for name in PROBES if not names or name in names]
     with ThreadPoolExecutor(2) as pool:
-        answers = pool.map(lambda name: _ask(name, environment), chosen)
-        return dict(zip(chosen, answers, strict=True))
+        together = [name for name in chosen if name not in ALONE]
+        answers = dict(zip(together, pool.map(lambda name: _ask(name, environment), together), strict=True))
+    answers |= {name: _ask(name, environment) for name in chosen if name in ALONE}
+    return {name: answers[name] for name in chosen}
 
 
 def differences(answers: Mapping[str, Answer], recorded: Mapping[str, Answer]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.conformance.cases import tensor_of
-from tests.emulated_gpu.suite.rig import Emulator, contents
+from tests.emulated_gpu.suite.rig import Emulator, contents, until
 from tests.processes import Forge, Peer
 from wcache_async import Client, Daemon, blocking
 from wcache_async.errors import BackendUnavailable, GenerationChanged, InsufficientMemory, WeightCacheError
@@ -133,7 +133,7 @@ async def test_a_state_sleeps_and_wakes_with_every_tensor_where_it_was(
             await state.wake()
             assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == addresses
             assert contents(tensors) == contents(weights())
-            assert daemon.status().states[0].leases == 1
+            await until(lambda: daemon.status().states[0].leases == 1)  # The one it slept with is given back.
             await state.sleep()
             await daemon.load(str(checkpoint), name="m", replace=True)
             with pytest.raises(GenerationChanged) as caught:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from tests.conformance.cases import CASES
 from tests.emulated_gpu.suite.rig import (
     GRANULARITY,
     Emulator,
@@ -314,6 +315,10 @@ async def test_a_state_another_process_made_is_adopted_and_served(emulator: Emul
 
 
 # ------------------------------------------------------------------------------ what can be had
+def test_it_is_what_the_conformance_suite_tries_here() -> None:
+    assert [case.name for case in CASES] == ["vmm_fd"]
+
+
 def test_what_it_can_hold() -> None:
     assert VmmFdTransportBackend.unavailable_reason() is None
     assert VmmFdTransportBackend.device_refusal("cuda") is None
