@@ -13,6 +13,7 @@ from torch import nn
 
 from wcache_async import Daemon, blocking
 from wcache_async.errors import (
+    BackendUnavailable,
     ConfigMismatch,
     DaemonUnavailable,
     ModuleError,
@@ -96,6 +97,26 @@ def test_binding_happens_in_the_callers_thread(socket_path: Path, checkpoint: Pa
     with blocking.fetch_state("m", socket_path=socket_path) as state:
         state.bind(model, strict=False)
     assert torch.equal(model.layer.weight, tensors["layer.weight"])
+
+
+def test_a_module_is_created_as_the_asynchronous_client_does(socket_path: Path) -> None:
+    built = nn.Linear(4, 4, dtype=torch.float64)
+    with blocking.Client(socket_path) as client:
+        client.publish("m", built, config={"dtype": "float64"})
+        with client.fetch_state("m") as state:
+            module = state.create_module(lambda: nn.Linear(4, 4))
+            assert repr(state) == "<State m:0 generation 1, shm_fd, 192 bytes>"
+    assert torch.equal(module.weight, built.weight)
+
+
+def test_a_state_that_cannot_sleep_says_so(socket_path: Path) -> None:
+    with blocking.Client(socket_path) as client:
+        client.publish("m", {"w": torch.ones(1)})
+        with client.fetch_state("m") as state:
+            with pytest.raises(BackendUnavailable):
+                state.sleep()
+            with pytest.raises(BackendUnavailable):
+                state.wake()
 
 
 # ------------------------------------------------------------------------ publishing and building

@@ -15,7 +15,7 @@ import uvloop
 
 from wcache_async.backends.base import MappingMode, WeightCacheTransportBackend
 from wcache_async.client import client as asynchronous
-from wcache_async.client.fetch import FetchedState
+from wcache_async.client.fetch import FetchedState, default_dtype
 from wcache_async.client.publish import Turn
 from wcache_async.client.session import Progress
 from wcache_async.errors import DaemonLost, Scalar
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "State", "fetch_state", "load", "status", "stop", "unload"]
 
 T = TypeVar("T")
+ModuleT = TypeVar("ModuleT", bound="nn.Module")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -102,6 +103,25 @@ class State:
         from wcache_async.client.bind import bind
 
         bind(module, self.import_tensors(), self.manifest, self._state.backend, strict=strict)
+
+    def create_module(self, factory: "Callable[[], ModuleT]", *, dtype: "torch.dtype | None" = None) -> "ModuleT":
+        """Build a module on meta with `factory`, and bind it; see `FetchedState.create_module`.  Raises BindError."""
+        from wcache_async.client.bind import build_on_meta
+
+        module = build_on_meta(factory, dtype or default_dtype(self.config))
+        self.bind(module)
+        return module
+
+    def sleep(self) -> None:
+        """Unmap the state's memory on this process's device until `wake`; see `FetchedState.sleep`."""
+        _run(self._state.sleep())
+
+    def wake(self) -> None:
+        """Map the state's memory again where it was; see `FetchedState.wake`."""
+        _run(self._state.wake())
+
+    def __repr__(self) -> str:
+        return repr(self._state).replace(type(self._state).__name__, type(self).__name__, 1)
 
     def release(self) -> None:
         """Give up the lease; tensors already imported stay valid."""

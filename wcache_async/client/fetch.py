@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["FetchedState", "accepted_backends"]
+__all__ = ["FetchedState", "accepted_backends", "default_dtype"]
 
 ModuleT = TypeVar("ModuleT", bound="nn.Module")
 
@@ -202,6 +202,12 @@ class FetchedState:
         # On the loop's thread: a module is its user's, and must not change under them from another.
         bind(module, tensors, self.manifest, self.backend, strict=strict)
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.name}:{self.rank} generation {self.generation}, "
+            f"{self.transport_backend}, {self.resident_bytes} bytes>"
+        )
+
     async def create_module(self, factory: "Callable[[], ModuleT]", *, dtype: "torch.dtype | None" = None) -> "ModuleT":
         """Build a module on meta with `factory`, and bind it: no weight is allocated or computed.
 
@@ -210,7 +216,7 @@ class FetchedState:
         """
         from wcache_async.client.bind import build_on_meta
 
-        module = build_on_meta(factory, dtype or _default_dtype(self.config))
+        module = build_on_meta(factory, dtype or default_dtype(self.config))
         await self.bind(module)
         return module
 
@@ -287,7 +293,8 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
         loop.call_soon_threadsafe(callback)
 
 
-def _default_dtype(config: Config) -> "torch.dtype | None":
+def default_dtype(config: Config) -> "torch.dtype | None":
+    """The dtype that a state's modules are built with, where its config names one."""
     import torch
 
     named = getattr(torch, str(config.get("dtype", "")), None)
