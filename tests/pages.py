@@ -2,7 +2,7 @@
 
 A ```console block is a bash script, its commands behind ``$`` and continued behind ``>``; what
 stands under them is the output it must print, ``...`` standing for anything.  A ```python block
-is a script, which may await at its top level.  Other languages are not run, and must be named.
+is a script as it stands.  Other languages are not run, and must be named.
 One HTML comment above a block may say otherwise:
 
 - ``<!-- not run: reason -->``: it cannot be; its syntax, make targets and options are checked.
@@ -11,7 +11,6 @@ One HTML comment above a block may say otherwise:
 - ``<!-- saved as: name -->``: it is a file, which a command further down must run.
 """
 
-import ast
 import os
 import re
 import signal
@@ -29,16 +28,6 @@ BIN = Path(sys.executable).parent
 TIMEOUT_S = 100
 RUN = ("console", "python")
 NOT_RUN = ("json", "text", "toml", "yaml")
-
-# Compiled so, a script that awaits is a coroutine, as at the prompt of `python -m asyncio`.
-PYTHON = """
-import ast, asyncio, inspect, sys
-source = open(sys.argv[1]).read()
-code = compile(source, sys.argv[1], "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-awaitable = eval(code, {"__name__": "__main__", "__file__": sys.argv[1]})
-if inspect.iscoroutine(awaitable):
-    asyncio.run(awaitable)
-"""
 
 
 class PageError(Exception):
@@ -157,7 +146,7 @@ def run(blocks: list[Block], folder: Path) -> None:
             elif block.language == "python":
                 script = folder / f"block_{block.line}.py"
                 script.write_text(block.text)
-                _finish(block, [sys.executable, "-c", PYTHON, str(script)], folder, environment)
+                _finish(block, [sys.executable, str(script)], folder, environment)
             else:
                 _finish(block, _bash("\n".join(block.commands())), folder, environment)
 
@@ -231,7 +220,7 @@ def check_unrun(block: Block) -> None:
     """What can be told of a block without running it.  Raises PageError."""
     if block.language == "python":
         try:
-            compile(block.text, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            compile(block.text, str(block), "exec")
         except SyntaxError as error:
             raise PageError(f"{block}: {error}") from error
         return
