@@ -18,6 +18,8 @@ def test_an_error_s_exit_code_follows_from_its_class(cls: type[WeightCacheError]
         expected = ExitCode.DIFFERENT
     elif issubclass(cls, cannot_load):
         expected = ExitCode.CANNOT_LOAD
+    elif issubclass(cls, errors.StaleState):
+        expected = ExitCode.DIFFERENT
     elif issubclass(cls, errors.RequestRefused):
         expected = ExitCode.REFUSED
     elif issubclass(cls, errors.DaemonUnavailable):

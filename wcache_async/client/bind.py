@@ -330,8 +330,9 @@ def _object_for(
         data.append((old, new))
         return old
     parameter = nn.Parameter(new, requires_grad=planned.requires_grad.get(source, old.requires_grad))
-    # What the module's constructor hung on its parameter: how to load or shard it, say.
-    parameter.__dict__.update(old.__dict__)
+    # What the module's constructor hung on its parameter: how to load or shard it, say.  A tensor
+    # subclass has its own parts there too, which are not to be the old ones.
+    parameter.__dict__.update({key: value for key, value in old.__dict__.items() if key not in parameter.__dict__})
     return parameter
 
 
