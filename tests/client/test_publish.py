@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from wcache_async import Client, Daemon, FetchedState
+from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.backends.carried import pack_manifest
 from wcache_async.backends.memfd import create_memfd, sealed_memfd
 from wcache_async.client.publish import Turn
@@ -29,6 +31,7 @@ from wcache_async.errors import (
     WeightCacheError,
 )
 from wcache_async.manifest import StateManifest, StateSpec, TensorSpec, build_manifest, plan_layout
+from wcache_async.modules.export import export_state
 from wcache_async.protocol.connection import Received
 from wcache_async.protocol.messages import ErrorResponse, Publish, PublishResponse
 from wcache_async.sockets.fds import OwnedFd
@@ -121,6 +124,33 @@ async def test_a_build_that_gives_no_tensors_is_told_so_and_the_turn_passed_on(
             await client.fetch_or_publish("m", lambda: built)
         assert str(caught.value).startswith(said)
         assert (await client.fetch_or_publish("m", lambda: {"w": torch.ones(1)})).built_here
+
+
+async def test_a_publish_cancelled_while_it_copies_leaves_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that copies goes on for a while; its arenas are closed when it is done."""
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow(built: Any, backend: WeightCacheTransportBackend) -> StateManifest:
+        copying.set()
+        assert go_on.wait(20)
+        return export_state(built, backend)
+
+    monkeypatch.setattr("wcache_async.client.publish.export_state", slow)
+    async with Client(daemon.socket_path) as client:
+        await client.status()  # By now the daemon has opened what it opens for a client.
+        before = set(os.listdir("/proc/self/fd"))
+        publishing = asyncio.create_task(client.publish("m", {"w": torch.zeros(1 << 20)}))
+        await eventually(copying.is_set)
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        exporting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        go_on.set()
+        await eventually(lambda: sum(not task.done() for task in exporting) < len(exporting))
+        await eventually(lambda: set(os.listdir("/proc/self/fd")) == before)
+        assert daemon.status().states == ()
 
 
 # ---------------------------------------------------------------------------- one builder at a time

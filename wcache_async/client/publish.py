@@ -16,6 +16,7 @@ from wcache_async.client.fetch import FetchedState
 from wcache_async.client.session import Progress, Session
 from wcache_async.errors import BindError, MalformedMessage, UnexpectedMessage
 from wcache_async.manifest import Config
+from wcache_async.modules.export import Described, export_state
 from wcache_async.protocol.messages import (
     Abandon,
     BuildTicket,
@@ -33,11 +34,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from wcache_async.modules.export import Described
-
 __all__ = ["Built", "Turn", "automatic_name", "claim", "fetch_or_publish", "publish"]
 
-Built = Union["nn.Module", "Mapping[str, torch.Tensor]", "Described"]
+Built = Union["nn.Module", "Mapping[str, torch.Tensor]", Described]
 """What a client builds: a module, named tensors, or a module's pieces."""
 
 Build = Callable[[], "Built | Awaitable[Built]"]
@@ -78,9 +77,8 @@ async def publish(
     ticket: int = 0,
 ) -> StateStatus:
     """See `Client.publish`; `ticket` is a BuildTicket's."""
-    backend, parcel, manifest_nbytes = await asyncio.to_thread(_export, built, name, rank)
+    backend, (inline, manifest_fd, manifest_nbytes) = await _exported(built)
     try:
-        inline, manifest_fd = parcel
         packed = _Parcel()
         response = FetchStateResponse(
             name=name,
@@ -103,7 +101,7 @@ async def publish(
             payload=sent.payload,
             ticket=ticket,
             replace=replace,
-            source=type(built).__qualname__,
+            source=built.source if isinstance(built, Described) else type(built).__qualname__,
         )
         adopted, answer = await session.request(request, PublishResponse, fds=packed.fds)
         answer.close()
@@ -114,19 +112,35 @@ async def publish(
     return adopted.state
 
 
-def _export(
-    built: Built, name: str, rank: int
-) -> tuple[WeightCacheTransportBackend, tuple[bytes | None, OwnedFd | None], int]:
-    from wcache_async.modules.export import export_state
+_Exported = tuple[WeightCacheTransportBackend, tuple[bytes | None, OwnedFd | None, int]]
+"""A backend with arenas that are filled, and their manifest as `pack_manifest` packs it."""
 
+
+async def _exported(built: Built) -> _Exported:
+    exporting = asyncio.ensure_future(asyncio.to_thread(_export, built))
+    try:
+        return await asyncio.shield(exporting)
+    except asyncio.CancelledError:
+        # The thread goes on; what it makes is then nobody's.
+        exporting.add_done_callback(_discard)
+        raise
+
+
+def _export(built: Built) -> _Exported:
     backend = choose_for_device("cpu")
     try:
-        manifest = export_state(built, backend)
-        inline, manifest_fd, nbytes = pack_manifest(manifest)
+        return backend, pack_manifest(export_state(built, backend))
     except BaseException:
         backend.close()
         raise
-    return backend, (inline, manifest_fd), nbytes
+
+
+def _discard(exporting: "asyncio.Future[_Exported]") -> None:
+    if not exporting.cancelled() and exporting.exception() is None:
+        backend, (_, manifest_fd, _) = exporting.result()
+        backend.close()
+        if manifest_fd is not None:
+            manifest_fd.close()
 
 
 async def _rebind(session: Session, name: str, rank: int, built: Built) -> None:
