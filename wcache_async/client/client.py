@@ -32,7 +32,6 @@ from wcache_async.sockets.address import default_socket_path
 from wcache_async.sockets.limits import raise_fd_limit
 
 if TYPE_CHECKING:
-
     from wcache_async.client.publish import Built
 
 __all__ = ["Client"]
