@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,14 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from wcache_async.client import blocking
-from wcache_async.errors import ModuleError, NotRunning, SourceError, StateFailed, StateNotFound
+from wcache_async.errors import NotRunning, SourceError, StateFailed, StateNotFound
 from wcache_async.integrations.vllm.config import Request, Share, model_folder, request_for
 from wcache_async.integrations.vllm.options import parse_options
+from wcache_async.integrations.vllm.refusals import (
+    refuse_changed,
+    refuse_quantized_while_loading,
+    refuse_unless_plain,
+)
 from wcache_async.integrations.vllm.weights import layout_of, module_scalars, put_back, reshape, take
 from wcache_async.modules.export import Described
 
@@ -190,16 +195,16 @@ class _Loading:
         Raises ModuleError for what would not be the same in another process.
         """
         model = self._model = self._initialized(self._device)
-        _refuse_quantized_while_loading(model)
+        refuse_quantized_while_loading(model)
         scalars = module_scalars(model)
         layout = layout_of(take(model))
         with self._device:
             self._loader._from_disk().load_weights(model, self._model_config)
             if self._processed:
-                _refuse_unless_plain(model, lambda: self._process(model))
+                refuse_unless_plain(model, lambda: self._process(model))
         taken = take(model, helpers=not self._processed)
         if not self._processed:
-            _refuse_changed(layout, layout_of(taken))
+            refuse_changed(layout, layout_of(taken))
         changed = {
             name: value
             for name, value in module_scalars(model).items()
@@ -261,48 +266,3 @@ def _share(parallel: Any) -> Share:
         # Each of vLLM's replicas has experts of its own; its tensor parallel ranks say the rest.
         ep_size, ep_rank = parallel.data_parallel_size, get_dp_group().rank_in_group
     return Share(tp_size, tp_rank, pipeline.world_size, pipeline.rank_in_group, ep_size, ep_rank)
-
-
-def _refuse_quantized_while_loading(model: "nn.Module") -> None:
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "uses_meta_device", False):
-            raise ModuleError(
-                path=name,
-                reason=f"{type(method).__name__} quantises it while it is read, so there are no weights as loaded; "
-                "use a checkpoint quantised beforehand, or another load format",
-            )
-
-
-def _refuse_changed(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    for name in before.keys() | after.keys():
-        if before.get(name) != after.get(name):
-            raise ModuleError(
-                path=name,
-                reason=f"loading makes {after.get(name, 'nothing')} of {before.get(name, 'nothing')}, "
-                "which a model built on meta would lack; use another load format",
-            )
-
-
-def _refuse_unless_plain(model: "nn.Module", process: Callable[[], None]) -> None:
-    """Post-process a model, whose result must be tensors and nothing else.  Raises ModuleError naming what is not."""
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if hasattr(method, "process_weights_after_loading") and not getattr(
-            method, "supports_pre_processed_weights", False
-        ):
-            raise _not_plain(name, f"{type(method).__name__} cannot start from processed weights")
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    process()
-    for name, module in model.named_modules():
-        for key, value in module.__dict__.items():
-            if value is not before.get(name, {}).get(key) and not _is_plain_value(value):
-                raise _not_plain(name, f"it sets {key} to a {type(value).__name__}")
-
-
-def _not_plain(path: str, reason: str) -> ModuleError:
-    return ModuleError(path=path, reason=f'post-processing leaves more than tensors: {reason}; use "stage": "raw"')
-
-
-def _is_plain_value(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | torch.Tensor | torch.dtype)
