@@ -32,6 +32,7 @@ VARIANTS = {
     "cast": "cast to float16",
     "fused": "QKV fused",
     "int8": "quantised to int8",
+    "all": "cast to float16, QKV fused, quantised to int8",
 }
 TARGET = 50
 """Loading and processing again should take so many times as long as having the cache do it."""
@@ -55,18 +56,21 @@ class WayResult(Struct, frozen=True, kw_only=True):
 class VariantResult(Struct, frozen=True, kw_only=True):
     """Every way to start with one variant of the model.
 
-    The ratios are of the medians: `warm` and `cold` of the time until the model can compute, `state` of loading warm to
-    fetching and binding without building the structure, `total` of whole processes, all to the cache's.
+    The ratios are of medians, all to the cache's: `warm` and `cold` of the time to a model that
+    can compute; `state_warm` of that, warm, to the cache's fetching and binding without the
+    building of the structure; `total` of whole processes, warm.
     """
 
     variant: str
     ways: tuple[WayResult, ...]
     warm: float
     cold: float
-    state: float
+    state_warm: float
     total: float
     met: bool
     """Whether `warm` is TARGET or more."""
+    state_met: bool
+    """Whether `state_warm` is."""
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -172,15 +176,16 @@ def _summarised(variant: str, samples: dict[tuple[str, str], list[StartupSample]
         )
     warm, cold, cache = ways
     state = cache.state or cache.weights
-    ratio = warm.weights.median / cache.weights.median
+    ratio, state_ratio = (warm.weights.median / cost.median for cost in (cache.weights, state))
     return VariantResult(
         variant=variant,
         ways=tuple(ways),
         warm=ratio,
         cold=cold.weights.median / cache.weights.median,
-        state=warm.weights.median / state.median,
+        state_warm=state_ratio,
         total=warm.total.median / cache.total.median,
         met=ratio >= TARGET,
+        state_met=state_ratio >= TARGET,
     )
 
 
@@ -211,12 +216,16 @@ def _cell(value: Spread) -> str:
 
 
 def _verdict(result: VariantResult) -> str:
-    verdict = "meets" if result.met else "misses"
+    state, model = _against_target(result.state_warm, result.state_met), _against_target(result.warm, result.met)
     return (
-        f"- {VARIANTS[result.variant]}: loading takes {result.warm:.1f} times as long as the cache (warm; "
-        f"{result.cold:.1f} times cold), which {verdict} the target of {TARGET}; {result.state:.1f} times without the "
-        f"building of the structure; the whole process {result.total:.2f} times."
+        f"- {VARIANTS[result.variant]}: loading again, warm, takes {state} as long as the cache's giving the state, "
+        f"and {model} as long with the structure built; cold {result.cold:.1f} times; the whole process "
+        f"{result.total:.2f} times."
     )
+
+
+def _against_target(ratio: float, met: bool) -> str:
+    return f"{ratio:.1f} times ({'at least' if met else 'MISSED:'} {TARGET})"
 
 
 def main() -> int:

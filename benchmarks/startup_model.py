@@ -26,12 +26,13 @@ class FusedQKV(nn.Module):
     def __init__(self, projections: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [projection.out_features for projection in projections]
-        weights = [projection.weight.detach() for projection in projections]
-        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        weight = torch.cat([projection.weight.detach() for projection in projections])
+        self.projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.projection.weight = nn.Parameter(weight, requires_grad=False)
         self.kept: list[torch.Tensor] = []
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        first, *later = torch.split(functional.linear(hidden, self.weight), self.sizes, -1)
+        first, *later = torch.split(self.projection(hidden), self.sizes, -1)
         self.kept = later
         return first
 
@@ -53,6 +54,10 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach()
+        if weight.is_meta:
+            self.register_buffer("scale", weight.new_empty(len(weight), 1))
+            self.register_buffer("weight", torch.empty_like(weight, dtype=torch.int8))
+            return
         scale = weight.abs().amax(1, keepdim=True) / 127
         self.register_buffer("scale", scale)
         self.register_buffer("weight", (weight / scale).round().to(torch.int8))
@@ -78,6 +83,12 @@ def quantise(model: Model) -> None:
                 setattr(part, name, Int8Linear(child))
 
 
+def fuse_and_quantise(model: Model) -> None:
+    """Both, in this order."""
+    fuse_qkv(model)
+    quantise(model)
+
+
 @dataclass(frozen=True)
 class Variant:
     """What is done to the stored model: a cast as it is loaded, and processing after that."""
@@ -97,6 +108,7 @@ VARIANTS = {
     "cast": Variant("cast to float16", dtype=torch.float16),
     "fused": Variant("QKV fused", process=fuse_qkv),
     "int8": Variant("quantised to int8", process=quantise),
+    "all": Variant("cast to float16, QKV fused, quantised to int8", dtype=torch.float16, process=fuse_and_quantise),
 }
 
 
@@ -111,6 +123,8 @@ def load(folder: Path, variant: Variant) -> Model:
 
 def build_structure(folder: Path, variant: Variant) -> Model:
     """The same without values: on meta, the structure processed alike."""
+    from transformers.initialization import no_init_weights
+
     from wcache_async.client.bind import build_on_meta
 
     def build() -> Model:
@@ -119,7 +133,8 @@ def build_structure(folder: Path, variant: Variant) -> Model:
             variant.process(model)
         return model
 
-    return build_on_meta(build, variant.dtype)
+    with no_init_weights():
+        return build_on_meta(build, variant.dtype)
 
 
 def config_of(nbytes: int) -> LlamaConfig:

@@ -74,6 +74,7 @@ def build_model(record: ModuleRecord) -> Any:  # Any: a PreTrainedModel
     """The model on meta that the record's documents describe, quantised layers in place.  Raises ModuleError."""
     import torch
     from transformers import AutoConfig, GenerationConfig
+    from transformers.initialization import no_init_weights
 
     documents = record.documents
     settings = json.loads(documents[CONFIG_DOCUMENT])
@@ -83,7 +84,9 @@ def build_model(record: ModuleRecord) -> Any:  # Any: a PreTrainedModel
     except (ValueError, KeyError, TypeError) as error:
         raise ModuleError(path="", what="built", reason=f"transformers cannot do it here: {error}") from error
     dtype = _dtype(torch, getattr(config, "dtype", None))
-    model = build_on_meta(lambda: cls(config), dtype)
+    # As from_pretrained does: a model's own initialization computes nothing that stays, and is most of the time.
+    with no_init_weights():
+        model = build_on_meta(lambda: cls(config), dtype)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         _quantise(model, quantization, record)
