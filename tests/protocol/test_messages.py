@@ -330,6 +330,7 @@ def test_an_error_about_a_file_name_that_is_no_utf8_can_be_sent() -> None:
         "path": "/models/\\udcff",
         "reason": "no such file \\udc80",
         "tensor": "",
+        "advice": "",
     }
 
 

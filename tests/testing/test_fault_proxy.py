@@ -76,7 +76,8 @@ async def test_descriptors_that_are_not_those_sent_are_refused(
     daemon: Daemon, short_tmp: Path, backend: str, fds: Fds, name: str
 ) -> None:
     async with FaultProxy(short_tmp / "p.sock", daemon.socket_path, Fault(fds=fds)) as proxy:
-        with pytest.raises(ProtocolError):
+        # Doubled, they may be more than one message takes, which ends the proxy's connection.
+        with pytest.raises((ProtocolError, DaemonLost)):
             await fetch(proxy.path, backend, name)
     await assert_serves(daemon)
 
