@@ -145,6 +145,9 @@ class WeightCacheTransportBackend(ABC):
     """Whether importing may wait for something, a device say.  Where it only computes, a few microseconds a
     tensor, few tensors are imported on the loop's thread: a switch to another costs more."""
 
+    keep_trying: Callable[[], bool] | None = None
+    """Whether somebody still waits: a backend may then ask again, for a bounded time, for memory it was refused."""
+
     def __init__(self, options: ImportOptions | None = None) -> None:
         """`options` matter to the client's half alone."""
         self.options = options or ImportOptions()

@@ -126,7 +126,9 @@ def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, thre
             load.generation.bytes_total = spec.nbytes
             load.advance(0)
             load.admit(spec.nbytes)
+            backend.keep_trying = lambda: not load.cancelled
             writer = backend.begin_export(spec, device=device)
+            backend.keep_trying = None  # The export outlives the load, and must not keep its source.
             try:
                 digests = _fill(spec, source, load, threads, writer)
                 load.advance(0)
