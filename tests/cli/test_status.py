@@ -24,6 +24,8 @@ def test_json_has_every_key_always(wcache: Wcache, checkpoint: Path) -> None:
     assert (status["pid"], status["socket"]) == (serving.pid, str(serving.socket_path))
     assert status["uptime_s"] > empty["uptime_s"] > 0
     assert status["clients"] == 1
+    assert status["health"]["generations"] == 1 > empty["health"]["generations"]
+    assert status["health"]["fds"] > 0 <= status["health"]["worst_loop_stall_s"]
     (state,) = status["states"]
     expected = {
         "name": "tiny",

@@ -41,7 +41,8 @@ def status(*, socket_path: SocketPath = None, as_json: AsJson = False) -> None:
 def _as_builtins(answer: "StatusResponse") -> dict[str, object]:
     from msgspec.structs import asdict
 
-    return asdict(answer) | {"states": [state_as_builtins(state) for state in answer.states]}
+    health = None if answer.health is None else asdict(answer.health)
+    return asdict(answer) | {"states": [state_as_builtins(state) for state in answer.states], "health": health}
 
 
 def state_as_builtins(state: "StateStatus") -> dict[str, object]:

@@ -96,6 +96,21 @@ class Exporter:
         self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="wcache-export")
         self.closing = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being loaded, exported or freed."""
+        return bool(self._tasks)
+
+    @property
+    def leases(self) -> int:
+        """How many stand, also on generations no longer held."""
+        return len(self._leases)
+
+    @property
+    def generations(self) -> int:
+        """How many are in memory, also those that only their leases keep."""
+        return len(self._exports)
+
     # ---------------------------------------------------------------------------- loading
     def begin_load(
         self,

@@ -20,6 +20,7 @@ from wcache_async.backends.base import TORCH_IPC_BACKEND
 from wcache_async.backends.carried import CarriedFds
 from wcache_async.backends.registry import choose_for_device
 from wcache_async.daemon.exporter import Exporter, Progress
+from wcache_async.daemon.health import LoopWatch, read_footprint
 from wcache_async.daemon.publishing import Publishing
 from wcache_async.daemon.states import Generation, StateKey
 from wcache_async.daemon.status import describe, describe_all
@@ -48,6 +49,7 @@ from wcache_async.protocol.messages import (
     FetchDigestsResponse,
     FetchState,
     FetchStateResponse,
+    Health,
     Hello,
     Limits,
     Load,
@@ -102,6 +104,7 @@ class Server:
         self.exporter = exporter
         self.publishing = Publishing(exporter)
         self.files = FileWatch(exporter.table)
+        self.watch = LoopWatch(self._has_work)
         self.socket_path = socket_path
         self.version = version
         self.instance = instance
@@ -129,6 +132,7 @@ class Server:
         if self.clients >= self.limits.max_clients:
             return refuse(sock, TooManyClients(limit=self.limits.max_clients))
         self._last += 1
+        self.watch.attend()
         stream = self._stream(sock)
         session = Session(self, stream, self._last)
         task = asyncio.get_running_loop().create_task(session.run(), name=f"wcache-session-{self._last}")
@@ -157,7 +161,7 @@ class Server:
     def _stream(self, sock: socket.socket) -> FdStream:
         return FdStream(sock, Connection(Role.DAEMON, max_request=self.limits.max_request_bytes))
 
-    def status(self) -> StatusResponse:
+    def status(self, health: Health | None = None) -> StatusResponse:
         """The daemon as it is now."""
         return StatusResponse(
             version=self.version,
@@ -167,11 +171,30 @@ class Server:
             clients=self.clients,
             states=describe_all(self.exporter.table),
             draining=self.draining,
+            health=health,
         )
+
+    async def examine(self) -> Health:
+        """What the daemon's process holds now, and how its loop has fared."""
+        footprint = await asyncio.to_thread(read_footprint)
+        return Health(
+            fds=footprint.fds,
+            mappings=footprint.mappings,
+            memory_bytes=footprint.memory_bytes,
+            tasks=len(asyncio.all_tasks()),
+            leases=self.exporter.leases,
+            generations=self.exporter.generations,
+            worst_loop_stall_s=self.watch.worst_stall_s,
+            worst_loop_stall_computing_s=self.watch.worst_stall_computing_s,
+        )
+
+    def _has_work(self) -> bool:
+        return self._busy > 0 or self.exporter.busy
 
     def request_begun(self) -> None:
         self._busy += 1
         self._idle.clear()
+        self.watch.attend()
 
     def request_ended(self) -> None:
         self._busy -= 1
@@ -195,6 +218,7 @@ class Server:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self.watch.close()
 
 
 @dataclass(slots=True)
@@ -362,7 +386,7 @@ class Session:
                 self.stream.send(request_id, ReleaseResponse())
             case Status():
                 await self.server.files.look()
-                self.stream.send(request_id, self.server.status())
+                self.stream.send(request_id, self.server.status(await self.server.examine()))
             case Load():
                 await self._load(request_id, message)
             case Unload(name=name, rank=rank):

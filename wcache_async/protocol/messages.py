@@ -33,6 +33,7 @@ __all__ = [
     "FetchDigestsResponse",
     "FetchState",
     "FetchStateResponse",
+    "Health",
     "Hello",
     "Limits",
     "Load",
@@ -288,6 +289,25 @@ class StateStatus(Struct, frozen=True, kw_only=True):
     """The files it was loaded from have changed since."""
 
 
+class Health(Struct, frozen=True, kw_only=True):
+    """How the daemon's process fares; times in seconds, sizes in bytes."""
+
+    fds: NonNegative = 0
+    mappings: NonNegative = 0
+    """Of memory that is or may be shared: arenas, and manifests of their own."""
+    memory_bytes: NonNegative = 0
+    tasks: NonNegative = 0
+    """Of its event loop."""
+    leases: NonNegative = 0
+    """Also on states that were unloaded or replaced."""
+    generations: NonNegative = 0
+    """In memory, those among them that only their leases keep."""
+    worst_loop_stall_s: Seconds = 0.0
+    """The longest since the start that the event loop answered nobody."""
+    worst_loop_stall_computing_s: Seconds = 0.0
+    """Of that, what the loop itself computed; in the rest it waited for a processor or the kernel."""
+
+
 class StatusResponse(_Message, frozen=True, kw_only=True, tag="status_response"):
     """What the daemon is and holds; `uptime_s` in seconds."""
 
@@ -298,6 +318,8 @@ class StatusResponse(_Message, frozen=True, kw_only=True, tag="status_response")
     clients: int
     states: tuple[StateStatus, ...] = ()
     draining: bool = False
+    health: Health | None = None
+    """None from a daemon too old to tell."""
 
 
 class LoadResponse(_Message, frozen=True, kw_only=True, tag="load_response"):
