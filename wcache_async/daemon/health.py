@@ -65,7 +65,7 @@ class LoopWatch:
             self.worst_stall_computing_s = min(late, time.thread_time() - self._computed)
         if self._busy():
             self._until = now + LINGER_S
-        if now < self._until:
+        if now <= self._until:
             self._arm()
 
 
