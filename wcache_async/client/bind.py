@@ -36,7 +36,7 @@ __all__ = ["Plan", "Slot", "bind", "bind_walked", "build_on_meta", "describe", "
 ModuleT = TypeVar("ModuleT", bound="nn.Module")
 
 
-class Slot(Struct, frozen=True, kw_only=True, gc=False):
+class Slot(Struct, frozen=True, gc=False):
     """One name of a module's tensor: what it is now, and which others are the same object."""
 
     kind: Kind
@@ -89,17 +89,21 @@ def describe(walked: Walked) -> dict[str, Slot]:
     slots = {}
     for name, held in walked.tensors.items():
         tensor = held.tensor
+        identity = id(tensor)
+        if is_plain(tensor):
+            slots[name] = Slot(held.kind, _dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type, identity)
+            continue
         distributed, cut = "", None
         if is_distributed(tensor):
             distributed, cut = placement_text(tensor), cut_of(name, tensor)
             tensor = local_shard(tensor)
         plain = is_plain(tensor)
         slots[name] = Slot(
-            kind=held.kind,
-            dtype=_dtype(tensor) if plain else "",
-            shape=tuple(tensor.shape),
-            device=tensor.device.type,
-            identity=id(held.tensor),
+            held.kind,
+            _dtype_name(tensor.dtype) if plain else "",
+            tuple(tensor.shape),
+            tensor.device.type,
+            identity,
             wrapped="" if plain else _wrapped_text(type_name(tensor), take_apart(name, tensor).context_text),
             distributed=distributed,
             cut=cut,
@@ -304,7 +308,8 @@ def _apply(planned: Plan, walked: Walked, maker: _Maker) -> None:
     for name, source in planned.sources.items():
         _assign(walked.tensors[name], made[source])
     for source, requires_grad in planned.requires_grad.items():
-        made[source].requires_grad_(requires_grad)
+        if made[source].requires_grad is not requires_grad:
+            made[source].requires_grad_(requires_grad)
     for path, training in planned.training.items():
         walked.modules[path].training = training
     for name, value in planned.scalars.items():
@@ -316,24 +321,30 @@ def _object_for(
     held: Held, source: str, planned: Plan, maker: _Maker, data: "list[tuple[torch.Tensor, torch.Tensor]]"
 ) -> "torch.Tensor":
     """What the module will hold: its own object with new data where it can keep it (hooks, optimizers)."""
-    from torch import nn
-
     old = held.tensor
     if is_distributed(old):
         new = with_local_shard(source, old, maker.make(source, local_shard(old)))
     else:
         new = maker.make(source, old)
-    same_place = old.device == new.device and is_plain(old)
     if held.kind is not Kind.PARAMETER:
         return new
-    if same_place:
+    if is_plain(old) and old.device == new.device:
         data.append((old, new))
         return old
-    parameter = nn.Parameter(new, requires_grad=planned.requires_grad.get(source, old.requires_grad))
+    requires_grad = planned.requires_grad.get(source)
+    parameter = _parameter_class()(new, requires_grad=old.requires_grad if requires_grad is None else requires_grad)
     # What the module's constructor hung on its parameter: how to load or shard it, say.  A tensor
     # subclass has its own parts there too, which are not to be the old ones.
-    parameter.__dict__.update({key: value for key, value in old.__dict__.items() if key not in parameter.__dict__})
+    if hung := old.__dict__:
+        parameter.__dict__.update({key: value for key, value in hung.items() if key not in parameter.__dict__})
     return parameter
+
+
+@functools.cache
+def _parameter_class() -> "type[nn.Parameter]":
+    from torch import nn
+
+    return nn.Parameter
 
 
 def _assign(held: Held, tensor: "torch.Tensor") -> None:
@@ -343,10 +354,6 @@ def _assign(held: Held, tensor: "torch.Tensor") -> None:
         held.owner.__dict__[held.key] = tensor
     else:
         held.owner._buffers[held.key] = tensor
-
-
-def _dtype(tensor: "torch.Tensor") -> str:
-    return _dtype_name(tensor.dtype)
 
 
 @functools.cache

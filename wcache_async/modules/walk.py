@@ -56,14 +56,17 @@ def walk(module: "nn.Module") -> Walked:
                 kind = Kind.NON_PERSISTENT_BUFFER if key in hidden else Kind.BUFFER
                 _add(walked, prefix + key, Held(owner, key, kind, buffer))
         for key, value in owner.__dict__.items():
+            if type(value) in _SCALARS or key in _OWN:
+                continue  # Nearly all of them, and isinstance asks torch's metaclass each time.
             if isinstance(value, torch.Tensor):
                 _add(walked, prefix + key, Held(owner, key, Kind.ATTRIBUTE, value))
-            elif type(value) in _CONTAINERS and value and key not in _OWN and _holds_tensor(value):
+            elif type(value) in _CONTAINERS and value and _holds_tensor(value):
                 walked.containers[prefix + key] = type(value).__name__
     return walked
 
 
 _CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
+_SCALARS = frozenset({type(None), bool, int, float, str})
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
 
