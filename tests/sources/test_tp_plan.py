@@ -59,6 +59,37 @@ def test_a_fused_projection_is_cut_part_by_part() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("heads", "ranks", "expected"),
+    [
+        (4, 2, [(0, 2), (1, 2)]),
+        (2, 4, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        (6, 4, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        (6, 3, [(0, 3), (1, 3), (2, 3)]),
+        (2, 3, [None, None, None]),
+        (1, 2, [None, None]),
+    ],
+)
+def test_units_stay_whole_and_ranks_beyond_them_have_their_neighbours(
+    heads: int, ranks: int, expected: list[tuple[int, int] | None]
+) -> None:
+    entries = {"kv": {"style": "unit_colwise", "unit": 8}, "o": {"style": "unit_rowwise", "unit": 8}}
+    size = heads * 8
+    shapes: Shapes = {"kv.weight": (size, 3), "kv.bias": (size,), "o.weight": (3, size), "o.bias": (3,)}
+    for rank, share in enumerate(expected):
+        cuts = cut(entries, shapes, rank=rank, ranks=ranks)
+        dims = {"kv.weight": 0, "kv.bias": 0, "o.weight": 1}
+        assert cuts == ({} if share is None else {name: Cut(dim, (size,), *share) for name, dim in dims.items()})
+
+
+def test_units_that_are_not_told_or_do_not_fit_are_an_error() -> None:
+    assert "without a unit" in refused({"kv": "unit_colwise"}, {"kv.weight": (8, 3)}).reason
+    assert "has a unit, which a colwise has not" in refused({"l": {"style": "colwise", "unit": 2}}, {}).reason
+    error = refused({"kv": {"style": "unit_colwise", "unit": 3}}, {"kv.weight": (8, 3)})
+    assert (error.tensor, error.path) == ("kv.weight", "/model")
+    assert "8 elements, which are no units of 3" in error.reason
+
+
 def test_what_no_pattern_names_is_whole() -> None:
     assert cut({"a": "colwise"}, {"a.weight": (4, 3), "norm.weight": (5,)}).keys() == {"a.weight"}
 

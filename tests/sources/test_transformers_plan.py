@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from wcache_async.errors import SourceError
@@ -87,12 +88,25 @@ def test_a_base_model_has_the_plan_without_a_prefix(tmp_path: Path, load: "Load"
 
 
 def test_what_only_transformers_own_loading_makes_is_not_passed_over(tmp_path: Path, load: "Load") -> None:
-    """A Mixtral's experts are fused on load; the checkpoint has them one by one, and nothing would be cut."""
-    folder = save(tmp_path, "Mixtral", num_local_experts=4)
-    if any(".experts.gate_up_proj" in name for name in load(folder).tensors):
-        pytest.skip("this transformers saves experts fused")
-    with pytest.raises(SourceError, match=r"no tensor for .*experts\.gate_up_proj.* of transformers' plan for Mixtral"):
+    """A checkpoint that is converted while it is loaded has other names, and what should be cut would be whole."""
+    folder = save(tmp_path)
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, "pt") as opened:
+        renamed = {name.replace("gate_proj", "w1"): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(renamed, file)
+    with pytest.raises(SourceError, match=r"no tensor for .*mlp\.gate_proj.* of transformers' plan for Llama"):
         load(folder, options={"tp_size": 2, "tp_rank": 0})
+
+
+@pytest.mark.parametrize(("told", "unit"), [({"head_dim": 16}, 16), ({}, 8)])
+def test_a_unit_is_an_attention_head_of_the_model(tmp_path: Path, told: dict[str, int], unit: int) -> None:
+    if not hasattr(transformers, "MiniCPM5MoeConfig"):
+        pytest.skip("needs transformers 5.25, the first with a model whose heads are units")
+    config = transformers.MiniCPM5MoeConfig(**SMALL | {"head_dim": None, "n_routed_experts": 4} | told)
+    config.architectures = ["MiniCPM5MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    units = {rule.pattern: rule.unit for rule in plan_at(tmp_path).rules if rule.has_units}
+    assert units == {f"model.layers.*.self_attn.{part}_proj": unit for part in "kv"}
 
 
 def test_sizes_that_do_not_divide_name_the_tensor(tmp_path: Path, load: "Load") -> None:

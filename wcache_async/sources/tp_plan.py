@@ -6,6 +6,7 @@ tensor, and a style how it is cut; what no pattern names, every rank has whole.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -19,8 +20,8 @@ __all__ = ["STYLES", "Rule", "TpPlan", "cut_tensors", "parse_plan", "patterns_th
 _OUTPUT, _INPUT, _FIRST, _SECOND, _WHOLE = "output", "input", "first", "second", "whole"
 
 STYLES: dict[str, str] = {
-    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"), _OUTPUT),
-    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"), _INPUT),
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "unit_colwise"), _OUTPUT),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "unit_rowwise"), _INPUT),
     "embedding_rowwise": _FIRST,
     "embedding_colwise": _SECOND,
     **dict.fromkeys(("replicated", "replicate", "replicated_with_grad_allreduce", "sequence_parallel"), _WHOLE),
@@ -30,29 +31,38 @@ STYLES: dict[str, str] = {
 
 A linear layer's weight is ``[output, input]``, an expert's ``[experts, output, input]``.  The
 bias of a layer cut by its input is whole, as it is added to the sum of all ranks.  Those that
-cut nothing say how a module computes; names are transformers 5.24's and the plain ones.
+cut nothing say how a module computes; names are transformers 5.25's and the plain ones.
 """
 
 _ANY = "*"
 _PACKED = ("packed_colwise", "packed_rowwise")
+_UNITS = ("unit_colwise", "unit_rowwise")
 
 
 class Rule(Struct, frozen=True, kw_only=True):
     """What a plan says about the tensors that `pattern` names.
 
     `parts` are the sizes of what a packed style's dimension is fused of, in elements of the
-    whole tensor; empty: two equal halves.  Without `required` it may match nothing.
+    whole tensor; empty: two equal halves.  `unit` is how many elements of a unit style's
+    dimension stay together, as those of an attention head do.  Without `required` it may match
+    nothing.
     """
 
     pattern: str
     style: str
     parts: tuple[int, ...] = ()
+    unit: int = 0
     required: bool = True
 
     @property
     def cuts(self) -> bool:
         """Whether it is a style that cuts anything."""
         return STYLES[self.style] != _WHOLE
+
+    @property
+    def has_units(self) -> bool:
+        """Whether its style cuts between units alone."""
+        return self.style in _UNITS
 
     def __str__(self) -> str:
         return f"{self.pattern}: {self.style}"
@@ -66,19 +76,20 @@ class TpPlan(Struct, frozen=True, kw_only=True):
     prefix: str = "model."
 
 
-class _Packed(Struct, forbid_unknown_fields=True):
+class _Entry(Struct, forbid_unknown_fields=True):
     style: str
     parts: tuple[NonNegative, ...] = ()
+    unit: NonNegative = 0
 
 
 def parse_plan(origin: str, body: bytes) -> TpPlan:
-    """The plan that a JSON file holds: patterns to styles, or to an object of ``style`` and ``parts``.
+    """The plan that a JSON file holds: patterns to styles, or to an object of ``style`` and ``parts`` or ``unit``.
 
     `origin` is the file's path.  Raises SourceError.
     """
     try:
         loaded = json.loads(body, object_pairs_hook=_once)
-        entries = msgspec.convert(loaded, dict[str, str | _Packed])
+        entries = msgspec.convert(loaded, dict[str, str | _Entry])
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise SourceError(
             path=origin, reason=f"it is no plan, a JSON object of patterns and styles: {error}"
@@ -87,8 +98,8 @@ def parse_plan(origin: str, body: bytes) -> TpPlan:
         raise SourceError(path=origin, reason="the plan is empty")
     rules = []
     for pattern, entry in entries.items():
-        packed = _Packed(entry) if isinstance(entry, str) else entry
-        rules.append(Rule(pattern=pattern, style=packed.style, parts=packed.parts))
+        told = _Entry(entry) if isinstance(entry, str) else entry
+        rules.append(Rule(pattern=pattern, style=told.style, parts=told.parts, unit=told.unit))
     return TpPlan(origin=origin, rules=tuple(rules))
 
 
@@ -189,6 +200,14 @@ def _check_rule(origin: str, rule: Rule) -> None:
         raise SourceError(
             path=origin, reason=f"{rule.pattern!r} has parts, which a {rule.style} has not; {_PACKED[0]} has"
         )
+    if rule.has_units and not rule.unit:
+        raise SourceError(
+            path=origin, reason=f"{rule.pattern!r} is a {rule.style} without a unit: the size of an attention head"
+        )
+    if rule.unit and not rule.has_units:
+        raise SourceError(
+            path=origin, reason=f"{rule.pattern!r} has a unit, which a {rule.style} has not; {_UNITS[0]} has"
+        )
 
 
 def _cut(path: str, rule: Rule, name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Cut | None:
@@ -198,6 +217,8 @@ def _cut(path: str, rule: Rule, name: str, shape: tuple[int, ...], rank: int, ra
     if not 0 <= dim < len(shape):
         raise SourceError(path=path, tensor=name, reason=f"shape {list(shape)} has no dimension to cut ({rule})")
     size = shape[dim]
+    if rule.has_units:
+        return _cut_between_units(path, rule, name, dim, size, rank, ranks)
     parts = rule.parts
     if not parts:
         parts = (size // 2, size - size // 2) if rule.style in _PACKED else (size,)
@@ -216,6 +237,20 @@ def _cut(path: str, rule: Rule, name: str, shape: tuple[int, ...], rank: int, ra
                 reason=f"{whole} of its dimension {dim} cannot be cut into {ranks} equal slices ({rule})",
             )
     return Cut(dim, parts, rank, ranks)
+
+
+def _cut_between_units(path: str, rule: Rule, name: str, dim: int, size: int, rank: int, ranks: int) -> Cut | None:
+    """The share where units stay whole: of ranks that do not all get others, neighbours have the same."""
+    units, left = divmod(size, rule.unit)
+    if left:
+        raise SourceError(
+            path=path,
+            tensor=name,
+            reason=f"its dimension {dim} has {size} elements, which are no units of {rule.unit} ({rule})",
+        )
+    # As transformers' mesh of (units, replicas) has it; two units and three ranks: each has both.
+    slices = math.gcd(units, ranks)
+    return Cut(dim, (size,), rank * slices // ranks, slices) if slices > 1 else None
 
 
 def _dimension(rule: Rule, name: str, dimensions: int) -> int | None:

@@ -49,7 +49,7 @@ def plan_of_model(file: str, _text: str) -> TpPlan:
         raise SourceError(path=file, reason=f"transformers has no plan for {architecture}")
     plan = TpPlan(
         origin=f"transformers' plan for {architecture}",
-        rules=tuple(Rule(pattern=pattern, style=style) for pattern, style in styles.items()),
+        rules=tuple(_rule(pattern, style, config) for pattern, style in styles.items()),
         prefix=f"{model.base_model_prefix}." if model.base_model_prefix else "",
     )
     # What names none of its parameters says how a module computes, or is the head of a model
@@ -57,3 +57,18 @@ def plan_of_model(file: str, _text: str) -> TpPlan:
     named = patterns_that_name(plan, [name for name, _ in model.named_parameters()])
     rules = tuple(msgspec.structs.replace(rule, required=rule.pattern in named and rule.cuts) for rule in plan.rules)
     return msgspec.structs.replace(plan, rules=rules)
+
+
+def _rule(pattern: str, style: str, config: object) -> Rule:
+    rule = Rule(pattern=pattern, style=style)
+    return msgspec.structs.replace(rule, unit=_head_size(config)) if rule.has_units else rule
+
+
+def _head_size(config: object) -> int:
+    """In elements, as transformers' own cutting finds it; 0 where the configuration does not tell."""
+    told = getattr(config, "head_dim", None)
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "hidden_size", None)
+    if isinstance(told, int) and told > 0:
+        return told
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads > 0 else 0
