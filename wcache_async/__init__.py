@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from wcache_async.client import blocking as blocking
     from wcache_async.client.client import Client as Client
     from wcache_async.client.fetch import FetchedState as FetchedState
+    from wcache_async.client.reconnect import ReconnectPolicy as ReconnectPolicy
     from wcache_async.daemon.lifecycle import Daemon as Daemon
     from wcache_async.errors import WeightCacheError as WeightCacheError
     from wcache_async.identity.config import standard_config as standard_config
@@ -23,6 +24,7 @@ __all__ = [
     "Client",
     "Daemon",
     "FetchedState",
+    "ReconnectPolicy",
     "WeightCacheError",
     "__version__",
     "blocking",
@@ -34,6 +36,7 @@ _WHERE = {
     "Client": "wcache_async.client.client",
     "Daemon": "wcache_async.daemon.lifecycle",
     "FetchedState": "wcache_async.client.fetch",
+    "ReconnectPolicy": "wcache_async.client.reconnect",
     "WeightCacheError": "wcache_async.errors",
     "blocking": "wcache_async.client",
     "errors": "wcache_async",

@@ -44,6 +44,7 @@
     ├── StateReleased            a state used after it was released
     ├── StaleState               the files it was loaded from have changed since
     ├── ClientClosed             a client used after it was closed
+    ├── ClientElsewhere          a client used in another process or event loop than its own
     ├── UnknownBackend           no transport backend by that name
     ├── BackendUnavailable       a known backend that cannot work here
     ├── ExportError              a tensor that a transport backend cannot carry
@@ -83,6 +84,7 @@ __all__ = [
     "BudgetExceeded",
     "BuildNotGranted",
     "ClientClosed",
+    "ClientElsewhere",
     "ConfigMismatch",
     "CudaDriverError",
     "DaemonLost",
@@ -791,7 +793,7 @@ class DaemonLost(WeightCacheError):
 
     @property
     def hint(self) -> str:
-        return "Tensors on the CPU, and those attached through vmm_fd, stay valid; connect again for anything new"
+        return "Tensors on the CPU, and those attached through vmm_fd, stay valid; for anything new, `reconnect`"
 
 
 class GenerationChanged(WeightCacheError):
@@ -873,6 +875,21 @@ class ClientClosed(WeightCacheError):
     @property
     def hint(self) -> str:
         return "Use it inside `async with Client(...) as client:`"
+
+
+class ClientElsewhere(WeightCacheError):
+    """A client is used where it does not belong: in a forked child, or in another event loop; `where` is which."""
+
+    code: ClassVar[str] = "client_elsewhere"
+    where: str
+
+    @property
+    def message(self) -> str:
+        return f"a client's connection was used in {self.where}, not where it was opened"
+
+    @property
+    def hint(self) -> str:
+        return "Open a client of its own there, or use `wcache_async.blocking`, whose clients every thread may share"
 
 
 class UnknownBackend(WeightCacheError):

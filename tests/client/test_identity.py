@@ -131,7 +131,7 @@ async def test_digests_are_asked_for_by_a_lease_of_ones_own(daemon: Daemon, chec
     async with Client(daemon.socket_path) as client, Client(daemon.socket_path) as other:
         state = await client.fetch_state("m")
         with pytest.raises(LeaseNotFound):
-            await other._open_session().request(FetchDigests(lease=state._lease), FetchDigestsResponse)
+            await (await other._live_session()).request(FetchDigests(lease=state._lease), FetchDigestsResponse)
 
 
 async def test_the_old_generation_keeps_its_digests_when_a_new_one_comes(daemon: Daemon, checkpoint: Path) -> None:

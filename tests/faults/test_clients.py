@@ -205,7 +205,7 @@ async def test_a_forked_child_leaves_its_parents_connection_alone(daemon: Daemon
         subprocess.run, [sys.executable, "-c", FORKED, daemon.socket_path], capture_output=True, text=True, timeout=40
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["refused client_closed", "child done", "parent done"], done.stderr
+    assert done.stdout.splitlines() == ["refused client_elsewhere", "child done", "parent done"], done.stderr
 
 
 # ------------------------------------------------------------------------------- ends of processes

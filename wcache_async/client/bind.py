@@ -306,7 +306,9 @@ def _apply(planned: Plan, walked: Walked, maker: _Maker) -> None:
     for parameter, tensor in data:
         parameter.data = tensor
     for name, source in planned.sources.items():
-        _assign(walked.tensors[name], made[source])
+        held = walked.tensors[name]
+        if made[source] is not held.tensor:
+            _assign(held, made[source])
     for source, requires_grad in planned.requires_grad.items():
         if made[source].requires_grad is not requires_grad:
             made[source].requires_grad_(requires_grad)
@@ -322,13 +324,14 @@ def _object_for(
 ) -> "torch.Tensor":
     """What the module will hold: its own object with new data where it can keep it (hooks, optimizers)."""
     old = held.tensor
-    if is_distributed(old):
+    plain = is_plain(old)
+    if not plain and is_distributed(old):
         new = with_local_shard(source, old, maker.make(source, local_shard(old)))
     else:
         new = maker.make(source, old)
     if held.kind is not Kind.PARAMETER:
         return new
-    if is_plain(old) and old.device == new.device:
+    if plain and old.device == new.device:
         data.append((old, new))
         return old
     requires_grad = planned.requires_grad.get(source)

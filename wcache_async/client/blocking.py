@@ -17,6 +17,7 @@ from wcache_async.backends.base import MappingMode, WeightCacheTransportBackend
 from wcache_async.client import client as asynchronous
 from wcache_async.client.fetch import FetchedState, default_dtype
 from wcache_async.client.publish import Turn
+from wcache_async.client.reconnect import ReconnectPolicy
 from wcache_async.client.session import Progress
 from wcache_async.errors import DaemonLost, Scalar
 from wcache_async.manifest import Config, StateManifest
@@ -160,7 +161,10 @@ async def _abandon(turn: Turn) -> None:
 
 
 class Client:
-    """A connection to a daemon; arguments and verbs as `wcache_async.Client`'s.  A context manager."""
+    """A connection to a daemon; arguments and verbs as `wcache_async.Client`'s.  A context manager.
+
+    Any number of threads may call it at once.
+    """
 
     def __init__(
         self,
@@ -170,6 +174,7 @@ class Client:
         connect_timeout: float = 10.0,
         name: str = "",
         on_daemon_lost: Callable[[DaemonLost], object] | None = None,
+        reconnect: ReconnectPolicy | None = None,
     ) -> None:
         """`on_daemon_lost` is called in the thread that serves every blocking client, and must not block."""
         self._client = asynchronous.Client(
@@ -178,6 +183,7 @@ class Client:
             connect_timeout=connect_timeout,
             name=name,
             on_daemon_lost=on_daemon_lost,
+            reconnect=reconnect,
         )
 
     def __enter__(self) -> Self:
@@ -190,6 +196,10 @@ class Client:
     def close(self) -> None:
         """Disconnect, which ends every lease."""
         _run(self._client.close())
+
+    def reconnect(self, policy: ReconnectPolicy | None = None) -> None:
+        """Connect, again and again as `policy` says; see `wcache_async.Client.reconnect`."""
+        _run(self._client.reconnect(policy))
 
     def fetch_state(
         self,

@@ -1,6 +1,7 @@
 """The verbs of a client: fetch a state, and ask the daemon to load, unload, report, stop."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from wcache_async.backends.base import TORCH_IPC_BACKEND, ImportOptions, Mapping
 from wcache_async.backends.views import prepare_views
 from wcache_async.client.fetch import FetchedState, accepted_backends
 from wcache_async.client.publish import Turn, claim, fetch_or_publish, publish
+from wcache_async.client.reconnect import ReconnectPolicy, connect_again
 from wcache_async.client.session import Progress, Session
 from wcache_async.errors import ClientClosed, DaemonLost, Scalar
 from wcache_async.protocol.messages import (
@@ -49,6 +51,13 @@ class Client:
     to decide.  Accepting torch_ipc raises the process's soft limit on fds, one of which it takes
     for every storage.
 
+    When the daemon is gone, every call that waits raises DaemonLost at once, and so does each later
+    one, until `connect` or `reconnect`.  With `reconnect`, a policy, later calls look for a daemon
+    again by themselves, as it says: nothing else is ever tried twice (see ReconnectPolicy).
+
+    A client belongs to the process and the event loop that connected it, and takes calls from any
+    number of its tasks at once.  Elsewhere they raise ClientElsewhere; a forked child may `connect` anew.
+
     Entering raises NotRunning, PeerNotAllowed, AddressError; what the daemon has against
     this client (its protocol version, say) is raised by the first request.
     """
@@ -61,13 +70,16 @@ class Client:
         connect_timeout: float = 10.0,
         name: str = "",
         on_daemon_lost: Callable[[DaemonLost], object] | None = None,
+        reconnect: ReconnectPolicy | None = None,
     ) -> None:
         self.socket_path = os.fspath(socket_path) if socket_path is not None else default_socket_path()
         self.connect_timeout = connect_timeout
         self.name = name or f"pid {os.getpid()}"
         self._backends = None if backends is None else tuple(backends)
         self._on_daemon_lost = on_daemon_lost
+        self._policy = reconnect
         self._session: Session | None = None
+        self._gate: _Gate | None = None
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -77,15 +89,62 @@ class Client:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect; does nothing while connected."""
-        if self._session is None or self._session.ended.done() or self._session.inherited:
-            backends = await accepted_backends() if self._backends is None else self._backends
-            _make_room(backends)
-            session = await Session.open(
-                self.socket_path, backends=backends, client=self.name, timeout=self.connect_timeout
-            )
-            session.ended.add_done_callback(partial(self._session_ended, session))
-            self._session = session
+        """Connect; does nothing while connected.  Raises NotRunning, PeerNotAllowed, AddressError, ClientElsewhere."""
+        gate = self._gate_here()
+        async with gate.connecting:
+            if await self._is_gone():
+                await self._open(self.connect_timeout, gate)
+
+    async def reconnect(self, policy: ReconnectPolicy | None = None) -> None:
+        """Connect, again and again as `policy` says (None: the client's own, or else the default one).
+
+        Does nothing while connected.  Returns once a daemon has answered, which may be loading its
+        states still.  Raises what waiting does not mend, or the last try's error: NotRunning,
+        DaemonLost, PeerTimeout, TooManyClients; ClientClosed if the client is closed meanwhile.
+        """
+        policy = policy or self._policy or ReconnectPolicy()
+        gate = self._gate_here()
+
+        async def attempt(left: float) -> None:
+            async with gate.connecting:  # For each try alone: who comes later has a deadline of its own.
+                if await self._is_gone():
+                    await self._open(min(left, self.connect_timeout), gate, greeted=True)
+
+        await connect_again(attempt, policy, clock=gate.loop.time, sleep=gate.pause)
+
+    def _gate_here(self) -> "_Gate":
+        loop = asyncio.get_running_loop()
+        if self._gate is None or self._gate.loop is not loop:
+            self._gate = _Gate(loop)
+        return self._gate
+
+    async def _is_gone(self) -> bool:
+        session = self._session
+        if session is None or session.gone:
+            return True
+        session.check_here()
+        await session.notice_end()
+        return session.gone
+
+    async def _open(self, timeout: float, gate: "_Gate", *, greeted: bool = False) -> None:
+        """Connect, and with `greeted` wait for the daemon's answer, within about `timeout` seconds."""
+        if gate.closing.is_set():
+            raise ClientClosed
+        if self._session is not None and self._session.orphaned:
+            await self._session.close()
+        backends = await accepted_backends() if self._backends is None else self._backends
+        _make_room(backends)
+        session = await Session.open(self.socket_path, backends=backends, client=self.name, timeout=timeout)
+        try:
+            if greeted:
+                await session.welcomed(timeout)
+            if gate.closing.is_set():
+                raise ClientClosed
+        except BaseException:
+            await session.close()
+            raise
+        session.ended.add_done_callback(partial(self._session_ended, session))
+        self._session = session
 
     def _session_ended(self, session: Session, _: "asyncio.Future[None]") -> None:
         error = session.lost
@@ -93,15 +152,25 @@ class Client:
             self._on_daemon_lost(error)
 
     async def close(self) -> None:
-        """Disconnect, which ends every lease; tensors imported through shm_fd or vmm_fd stay valid."""
-        session, self._session = self._session, None
+        """Disconnect, which ends every lease; tensors imported through shm_fd or vmm_fd stay valid.
+
+        Raises ClientElsewhere in another event loop than the connection's.
+        """
+        session = self._session
+        if session is not None and not session.gone:
+            session.check_here()
+        gate, self._session, self._gate = self._gate, None, None
+        if gate is not None:
+            gate.closing.set()
         if session is not None:
             await session.close()
 
     @property
     def daemon_pid(self) -> int:
         """The daemon's pid by the kernel's word (SO_PEERCRED); 0 across PID namespaces.  Raises ClientClosed."""
-        return self._open_session().daemon_pid
+        if self._session is None:
+            raise ClientClosed
+        return self._session.daemon_pid
 
     async def fetch_state(
         self,
@@ -123,7 +192,7 @@ class Client:
         BackendNotAccepted, LoadingTimeout, Draining, DaemonLost, and StaleState where this process
         can see that the files the state was loaded from have changed since, unless `allow_stale`.
         """
-        session = self._open_session()
+        session = await self._live_session()
         request = FetchState(
             name=name,
             rank=rank,
@@ -192,7 +261,7 @@ class Client:
         InsufficientMemory, BackendUnavailable; a refused state leaves everything as it was.
         """
         return await publish(
-            self._open_session(),
+            await self._live_session(),
             name,
             module_or_tensors,
             rank=rank,
@@ -245,7 +314,7 @@ class Client:
         A Turn ends with its `publish` or its `abandon`, or with the connection.
         """
         return await claim(
-            self._open_session(),
+            await self._live_session(),
             name,
             rank=rank,
             config=_with_stage(config, stage),
@@ -274,15 +343,37 @@ class Client:
         """Have the daemon shut down as SIGTERM does; returns its pid."""
         return (await self._request(Stop(), StopResponse)).pid
 
-    def _open_session(self) -> Session:
+    async def _live_session(self) -> Session:
+        """The connection to ask over, made anew as the policy says where there is one."""
         if self._session is None:
             raise ClientClosed
+        if self._policy is not None:
+            await self._session.notice_end()
+            if self._session is None:
+                raise ClientClosed
+            if self._session.ended.done():
+                await self.reconnect()
         return self._session
 
     async def _request(self, message: Message, expected: type[M], progress: Progress | None = None) -> M:
-        response, answer = await self._open_session().request(message, expected, progress)
+        response, answer = await (await self._live_session()).request(message, expected, progress)
         answer.close()
         return response
+
+
+class _Gate:
+    """What connecting and closing wait for in one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.connecting = asyncio.Lock()
+        self.closing = asyncio.Event()
+        """Set once the client is closed: whoever is connecting just then gives up."""
+
+    async def pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.closing.wait()
 
 
 def _make_room(accepted: Sequence[str]) -> None:

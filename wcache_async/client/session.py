@@ -7,6 +7,7 @@ that comes too late has its fds closed, and its lease given back.
 
 import asyncio
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ from typing import TypeVar
 
 from wcache_async.errors import (
     ClientClosed,
+    ClientElsewhere,
     DaemonLost,
+    PeerTimeout,
     ProtocolError,
     StreamBroken,
     StreamClosed,
@@ -91,9 +94,10 @@ class Session:
         """The transports accepted unless a request says otherwise."""
         self.welcome: Welcome | None = None
         """Who the daemon is; None until its first answer."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         """Done once the connection is gone, whoever ended it."""
+        self._greeted: asyncio.Future[None] = loop.create_future()
         self._stream = stream
         self._pid = os.getpid()
         self._last_id = 0
@@ -123,6 +127,37 @@ class Session:
         return self._pid != os.getpid()
 
     @property
+    def orphaned(self) -> bool:
+        """Whether nothing will ever read this connection again: its event loop is closed, or its parent process's."""
+        return self.inherited or self._loop.is_closed()
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing can be asked over this connection any more."""
+        return self.orphaned or self.ended.done()
+
+    def check_here(self) -> None:
+        """Raises ClientElsewhere in another process or event loop than the connection's."""
+        if self.inherited:
+            raise ClientElsewhere(where="a forked child")
+        if asyncio.get_running_loop() is not self._loop:
+            raise ClientElsewhere(where="another event loop")
+
+    async def welcomed(self, timeout: float) -> None:
+        """Wait for the daemon's half of the handshake.  Raises PeerTimeout, or what ended the connection."""
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(self._greeted)
+        except TimeoutError:
+            raise PeerTimeout(what="answer a hello", seconds=timeout) from None
+        self._check_open()
+
+    async def notice_end(self) -> None:
+        """Take in that the daemon has hung up, where it has: a loop that was kept busy does not know yet."""
+        if not self.gone and self._stream.hung_up:
+            await asyncio.shield(self.ended)
+
+    @property
     def lost(self) -> DaemonLost | None:
         """Why the daemon is gone; None while it is not, or where this side hung up."""
         error = self._error
@@ -145,11 +180,11 @@ class Session:
         """Send a request, with `fds`, which it takes over, and wait for its response.
 
         Raises the daemon's error, InvalidRequest for what it could not even decode, DaemonLost,
-        ClientClosed, ProtocolError.  The caller closes the Answer, or takes its fds.
+        ClientClosed, ClientElsewhere, ProtocolError.  The caller closes the Answer, or takes its fds.
         """
         try:
-            if self._error is not None or self.inherited:
-                raise self._error or ClientClosed
+            self.check_here()
+            self._check_open()
             check_request(message)
         except BaseException:
             for fd in fds:
@@ -165,7 +200,8 @@ class Session:
             except (StreamBroken, StreamClosed):
                 # The daemon has hung up; why, the reader learns from its last words.
                 await asyncio.wait((self._reader,))
-                raise self._error or ClientClosed from None
+                self._check_open()
+                raise ClientClosed from None
             await answer.settled()
             if answer.error is not None:
                 raise answer.error
@@ -179,14 +215,24 @@ class Session:
             self._dispose(answer)
             raise
 
+    def _check_open(self) -> None:
+        """Raises what ended the connection."""
+        if self._error is not None:
+            # A copy: raised again and again, one error would collect the frames of all who got it.
+            raise copy.copy(self._error)
+
     async def close(self) -> None:
         """End the connection, and with it every lease; further calls do nothing.
 
-        In a forked child it only lets go of the child's descriptor.
+        In a forked child it only lets go of the child's descriptor.  Raises ClientElsewhere in
+        another event loop, unless the connection's own is closed.
         """
-        if self.inherited:
+        if self.orphaned:
             self._error = self._error or ClientClosed()
-            return self._stream.close()  # The reader and its loop are copies that never run again.
+            return self._stream.close()  # The reader and its loop never run again.
+        if self.ended.done():
+            return None
+        self.check_here()
         self._end(ClientClosed())
         self._reader.cancel()
         await asyncio.wait((self._reader,))
@@ -213,6 +259,8 @@ class Session:
     def _take(self, request_id: int, message: Message, fds: list[OwnedFd]) -> None:
         if isinstance(message, Welcome):
             self.welcome = message
+            if not self._greeted.done():
+                self._greeted.set_result(None)
             return None
         answer = self._answers.get(request_id)
         if isinstance(message, LoadProgress):
@@ -254,8 +302,12 @@ class Session:
         self.post(Release(lease=lease))
 
     def post(self, message: Message) -> None:
-        """Send a request whose answer nobody needs; does nothing once the connection is gone."""
-        if self._error is None and not self.inherited:
+        """Send a request whose answer nobody needs; does nothing once the connection is gone.
+
+        Raises ClientElsewhere in another event loop.
+        """
+        if self._error is None and not self.orphaned:
+            self.check_here()
             self._last_id += 1
             with contextlib.suppress(StreamError):
                 self._stream.send(self._last_id, message)
@@ -266,8 +318,9 @@ class Session:
         self._error = error
         self._stream.close()
         for answer in self._answers.values():
-            answer.error = error
+            answer.error = copy.copy(error)
             answer.settle()
         self._answers.clear()
-        if not self.ended.done():
-            self.ended.set_result(None)
+        for future in (self._greeted, self.ended):
+            if not future.done():
+                future.set_result(None)

@@ -9,6 +9,7 @@ load took.  Freeing runs in a thread as well: giving back a large state takes th
 """
 
 import asyncio
+import copy
 import logging
 import os
 import time
@@ -230,7 +231,7 @@ class Exporter:
             if progress:
                 progress(generation.bytes_done, generation.bytes_total)
         if generation.phase is Phase.FAILED and generation.error is not None:
-            raise generation.error
+            raise copy.copy(generation.error)  # It is kept, and would keep the frames of all who were told.
         if generation.phase is Phase.LOADING:
             raise Draining if self.closing else StateUnloaded(name=generation.key.name, rank=generation.key.rank)
 

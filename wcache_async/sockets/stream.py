@@ -16,6 +16,7 @@ rule was broken; StreamClosed once this side closed.
 
 import asyncio
 import os
+import select
 import socket
 import threading
 from array import array
@@ -26,6 +27,7 @@ from typing import Final
 
 from wcache_async.errors import (
     FdsTruncated,
+    PeerTimeout,
     SendQueueFull,
     StreamBroken,
     StreamClosed,
@@ -36,6 +38,7 @@ from wcache_async.protocol.connection import Connection, EndOfStream, Event, Vio
 from wcache_async.protocol.framing import MAX_FDS_PER_MESSAGE
 from wcache_async.protocol.messages import Message
 from wcache_async.sockets.fds import OwnedFd, own_received
+from wcache_async.sockets.frame_timer import FrameTimer
 from wcache_async.sockets.peer import PeerCredentials, peer_credentials
 from wcache_async.sockets.sender import Sender
 
@@ -67,7 +70,8 @@ class FdStream:
     Made inside a running loop, with which it registers at once and whose thread it belongs to.
     `peer` is known before a byte is read.  At most about `max_queued_bytes` bytes wait unsent, and
     reading pauses while more than `max_queued_events` events wait unread or the peer does not take
-    the answers to what it must not send.
+    the answers to what it must not send.  A frame that has begun must come whole within
+    `frame_timeout` seconds (None: whenever it likes).
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class FdStream:
         *,
         max_queued_bytes: int = 8 << 20,
         max_queued_events: int = 64,
+        frame_timeout: float | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
@@ -88,6 +93,7 @@ class FdStream:
         self._connection = connection
         self._max_queued_bytes = max_queued_bytes
         self._max_queued_events = max_queued_events
+        self._frame_timer = FrameTimer(self._loop, frame_timeout, self._on_late_frame)
         self._events: deque[Event[OwnedFd]] = deque()
         self._sender = Sender(self._loop, sock, self._on_written)
         self._answer_nbytes = 0  # of what reading queued, until all of it is written
@@ -115,6 +121,15 @@ class FdStream:
     def end(self) -> StreamError | None:
         """What ended the stream first, None while the peer may still send."""
         return self._end() if self._end is not None else None
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the peer sends no more, noticed or not; what it said last may be still to be read."""
+        if self._closed or self._end is not None:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     @property
     def queued_bytes(self) -> int:
@@ -185,8 +200,13 @@ class FdStream:
             # The decoder has found it already, with the numbers of the frame's header, unless that
             # has not come whole.  The kernel does not say how many it dropped: at least one.
             connection.receive_fault(FdsTruncated(expected=len(fds) + 1, got=len(fds)))
+        self._take_events()
+
+    def _take_events(self) -> None:
+        connection = self._connection
         end: Callable[[], StreamError] | None = None
-        for event in connection.events_received():
+        events = connection.events_received()
+        for event in events:
             self._events.append(event)
             if isinstance(event, EndOfStream):
                 end = StreamEnded
@@ -194,6 +214,8 @@ class FdStream:
                 end = partial(StreamBroken, reason=str(event.error))
         if end is not None:
             self._end_reading(end)
+        else:
+            self._frame_timer.expect(connection.frame_begun, another=bool(events))
         answers = connection.data_to_send()
         if answers and self._sender.failure is None:
             nbytes = sum(len(answer.data) for answer in answers)
@@ -202,6 +224,10 @@ class FdStream:
             self._sender.queue(answers)
         self._wake_receiver()
         self._balance_reading()
+
+    def _on_late_frame(self, error: PeerTimeout) -> None:
+        self._connection.receive_fault(error)
+        self._take_events()
 
     def _end_reading(self, end: Callable[[], StreamError]) -> None:
         self._end = self._end or end
@@ -235,9 +261,11 @@ class FdStream:
         elif len(self._events) <= self._max_queued_events // 2 and answers_fit:  # half, so as not to flap
             self._reading = True
             self._loop.add_reader(self._fd, self._on_readable)
+            self._frame_timer.expect(self._connection.frame_begun, another=False)
 
     def _stop_reading(self) -> None:
         self._cancel_more_reading()
+        self._frame_timer.stop()
         if self._reading:
             self._reading = False
             self._loop.remove_reader(self._fd)
@@ -311,6 +339,7 @@ class FdStream:
         self._more_reading = self._receiver = self._input_over = None
         self._ended = asyncio.Event()
         self._sender.forget_loop()
+        self._frame_timer.forget_loop()
 
     async def close_after_flush(self, timeout: float) -> None:
         """Write what is queued, let the peer read it, then close; after `timeout` seconds close anyway.
