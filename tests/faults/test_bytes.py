@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tests.faults.wire import ask, eventually, publication
 from wcache_async import Client, Daemon
 from wcache_async.backends.memfd import sealed_memfd
+from wcache_async.daemon.server import ServerLimits
 from wcache_async.errors import DaemonLost, NotRunning, WeightCacheError
 from wcache_async.protocol.framing import Segment, encode_frame
 from wcache_async.protocol.messages import (
@@ -234,3 +236,13 @@ async def test_whoever_waits_is_told_that_the_daemon_was_killed(short_tmp: Path)
     finally:
         process.kill()
         await asyncio.to_thread(process.wait)
+
+
+async def test_half_a_message_with_the_peers_own_end_in_it_is_dropped(short_tmp: Path) -> None:
+    """The peer is gone, and nobody would be told: its end lives on in the daemon's own hands."""
+    limits = ServerLimits(frame_timeout=0.05)
+    async with Daemon(short_tmp / "wcache.sock", limits=limits, drain_timeout=5) as daemon, serving(daemon):
+        with dial(daemon.socket_path) as sock:
+            sock.send(HELLO)
+            rights = array("i", [sock.fileno()] * 253)
+            sock.sendmsg([TALK[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])

@@ -14,6 +14,7 @@ from wcache_async.errors import (
     BadMagic,
     FdsTruncated,
     FdsUndeclared,
+    PeerTimeout,
     StreamBroken,
     StreamClosed,
     StreamEnded,
@@ -335,3 +336,21 @@ async def test_closed_by_us_is_told_apart_even_after_an_end(with_raw: WithRaw) -
     with pytest.raises(StreamClosed):
         await stream.receive()
     assert isinstance(stream.end, StreamEnded)  # what ended it first
+
+
+async def test_a_frame_begun_must_end_in_time(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """The peer's own end is among its fds: nobody would ever see it close."""
+    ours, raw = sockets
+    with contextlib.closing(FdStream(ours, Connection(Role.DAEMON), frame_timeout=0.05)) as stream:
+        raw.send(frame(0, Hello(versions=(1, 1))))
+        received(await stream.receive())
+        send_with_fds(raw, frame(1, Status())[:1], [OwnedFd(os.dup(raw.fileno()))])
+        async with asyncio.timeout(DEADLINE):
+            event = await stream.receive()
+        assert isinstance(event, Violation)
+        assert isinstance(event.error, PeerTimeout)
+        assert event.fatal
+        with pytest.raises(StreamBroken, match="the rest of a message"):
+            await stream.receive()
+        await stream.drain()
+        raw.recv(1 << 16)  # Told why.

@@ -90,6 +90,8 @@ class ServerLimits:
     max_request_bytes: int = 64 << 10
     max_requests_in_flight: int = 64
     handshake_timeout: float = 10.0
+    frame_timeout: float = 30.0
+    """For the rest of a message that has begun; a connection on which nothing has begun may be silent for ever."""
     write_timeout: float = 30.0
     farewell_timeout: float = 2.0
     """For a peer to read the error it is dropped with."""
@@ -159,7 +161,11 @@ class Server:
             stream.close()
 
     def _stream(self, sock: socket.socket) -> FdStream:
-        return FdStream(sock, Connection(Role.DAEMON, max_request=self.limits.max_request_bytes))
+        return FdStream(
+            sock,
+            Connection(Role.DAEMON, max_request=self.limits.max_request_bytes),
+            frame_timeout=self.limits.frame_timeout,
+        )
 
     def status(self, health: Health | None = None) -> StatusResponse:
         """The daemon as it is now."""

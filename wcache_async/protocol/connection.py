@@ -157,9 +157,14 @@ class Connection(Generic[F]):
         self._advance()
 
     def receive_fault(self, error: ProtocolError) -> None:
-        """The socket reported the stream broken (MSG_CTRUNC: fds were lost)."""
+        """The socket found the stream broken: fds were lost (MSG_CTRUNC), the rest of a frame did not come."""
         self._decoder.receive_fault(error)
         self._advance()
+
+    @property
+    def frame_begun(self) -> bool:
+        """Whether the peer still owes the rest of a frame."""
+        return self._decoder.begun
 
     def events_received(self) -> list[Event[F]]:
         """What was received since the last call, in order."""

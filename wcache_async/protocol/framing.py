@@ -123,6 +123,11 @@ class FrameDecoder(Generic[F]):
         self._fault: ProtocolError | None = None
         self._ended = False
 
+    @property
+    def begun(self) -> bool:
+        """Whether a frame has come in part: what came of it, fds among it, is held for the rest."""
+        return not self._ended and bool(self._header or self._buffer or self._early)
+
     def receive_data(self, data: bytes | bytearray | memoryview, fds: Iterable[F] = ()) -> None:
         """Take bytes, and the fds that arrived with them, off the stream."""
         self._fds.extend(fds)
