@@ -91,7 +91,8 @@ def describe(walked: Walked) -> dict[str, Slot]:
         tensor = held.tensor
         identity = id(tensor)
         if is_plain(tensor):
-            slots[name] = Slot(held.kind, _dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type, identity)
+            device = "meta" if tensor.is_meta else tensor.device.type
+            slots[name] = Slot(held.kind, _dtype_name(tensor.dtype), tuple(tensor.shape), device, identity)
             continue
         distributed, cut = "", None
         if is_distributed(tensor):
@@ -331,7 +332,8 @@ def _object_for(
         new = maker.make(source, old)
     if held.kind is not Kind.PARAMETER:
         return new
-    if plain and old.device == new.device:
+    # A device is an object of its own each time it is asked for: the cheaper question first.
+    if plain and not old.is_meta and old.device == new.device:
         data.append((old, new))
         return old
     requires_grad = planned.requires_grad.get(source)

@@ -93,7 +93,7 @@ class Client:
         gate = self._gate_here()
         async with gate.connecting:
             if await self._is_gone():
-                await self._open(self.connect_timeout, gate)
+                await self._open(gate)
 
     async def reconnect(self, policy: ReconnectPolicy | None = None) -> None:
         """Connect, again and again as `policy` says (None: the client's own, or else the default one).
@@ -105,10 +105,10 @@ class Client:
         policy = policy or self._policy or ReconnectPolicy()
         gate = self._gate_here()
 
-        async def attempt(left: float) -> None:
+        async def attempt() -> None:
             async with gate.connecting:  # For each try alone: who comes later has a deadline of its own.
                 if await self._is_gone():
-                    await self._open(min(left, self.connect_timeout), gate, greeted=True)
+                    await self._open(gate, greeted=True)
 
         await connect_again(attempt, policy, clock=gate.loop.time, sleep=gate.pause)
 
@@ -126,18 +126,20 @@ class Client:
         await session.notice_end()
         return session.gone
 
-    async def _open(self, timeout: float, gate: "_Gate", *, greeted: bool = False) -> None:
-        """Connect, and with `greeted` wait for the daemon's answer, within about `timeout` seconds."""
+    async def _open(self, gate: "_Gate", *, greeted: bool = False) -> None:
+        """Connect, and with `greeted` wait for the daemon's answer."""
         if gate.closing.is_set():
             raise ClientClosed
         if self._session is not None and self._session.orphaned:
             await self._session.close()
         backends = await accepted_backends() if self._backends is None else self._backends
         _make_room(backends)
-        session = await Session.open(self.socket_path, backends=backends, client=self.name, timeout=timeout)
+        session = await Session.open(
+            self.socket_path, backends=backends, client=self.name, timeout=self.connect_timeout
+        )
         try:
             if greeted:
-                await session.welcomed(timeout)
+                await session.welcomed(self.connect_timeout)
             if gate.closing.is_set():
                 raise ClientClosed
         except BaseException:

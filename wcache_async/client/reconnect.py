@@ -25,7 +25,8 @@ class ReconnectPolicy:
     """How long to look for a daemon that has gone, and at which pace; all in seconds.
 
     The pause after the first try is at most `first_pause`, and each further one's bound twice the
-    last one's, up to `longest_pause`.  After `deadline` (None: never) the last try's error is raised.
+    last one's, up to `longest_pause`.  No try begins after `deadline` (None: for ever); the last
+    one's error is raised then.  A single try takes as long as the client's `connect_timeout`.
     Raises ValueError for what is no such policy.
 
     **Tried again** is connecting, and only that: where no daemon listens yet, where it hangs up or
@@ -50,16 +51,12 @@ class ReconnectPolicy:
         if self.deadline is not None and not self.deadline >= 0:
             raise ValueError(f"expected a deadline of at least 0 s, not {self.deadline}")
 
-    def left(self, elapsed: float) -> float:
-        """Seconds until the deadline, `elapsed` seconds after the first try began."""
-        return math.inf if self.deadline is None else self.deadline - elapsed
-
     def pause(self, failures: int, elapsed: float, chance: float) -> float | None:
-        """Seconds to wait after `failures` (at least 1) failed tries; None: give up.
+        """Seconds to wait after `failures` (at least 1) failed tries, `elapsed` seconds after the first; None: give up.
 
         `chance` is drawn evenly from [0, 1).
         """
-        left = self.left(elapsed)
+        left = math.inf if self.deadline is None else self.deadline - elapsed
         if left <= self.first_pause:
             return None
         bound = min(self.longest_pause, math.ldexp(self.first_pause, min(failures - 1, _MOST_DOUBLINGS)), left)
@@ -67,14 +64,14 @@ class ReconnectPolicy:
 
 
 async def connect_again(
-    connect: Callable[[float], Awaitable[T]],
+    connect: Callable[[], Awaitable[T]],
     policy: ReconnectPolicy,
     *,
     clock: Callable[[], float],
     sleep: Callable[[float], Awaitable[object]],
     chance: Callable[[], float] = random.random,
 ) -> T:
-    """What `connect` returns, tried as `policy` says; it is given the seconds that are left.
+    """What `connect` returns, tried as `policy` says.
 
     Raises what no further try would mend, or the last error once the policy gives up.
     """
@@ -82,7 +79,7 @@ async def connect_again(
     failures = 0
     while True:
         try:
-            return await connect(policy.left(clock() - began))
+            return await connect()
         except (DaemonUnavailable, DaemonLost, PeerTimeout, TooManyClients) as error:
             failures += 1
             elapsed = clock() - began
