@@ -307,9 +307,7 @@ def _apply(planned: Plan, walked: Walked, maker: _Maker) -> None:
     for parameter, tensor in data:
         parameter.data = tensor
     for name, source in planned.sources.items():
-        held = walked.tensors[name]
-        if made[source] is not held.tensor:
-            _assign(held, made[source])
+        _assign(walked.tensors[name], made[source])
     for source, requires_grad in planned.requires_grad.items():
         if made[source].requires_grad is not requires_grad:
             made[source].requires_grad_(requires_grad)

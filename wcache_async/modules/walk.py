@@ -1,5 +1,6 @@
 """Every tensor a module holds and every module in it, by full name, tied ones under each of their names."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,20 +45,24 @@ def walk(module: "nn.Module") -> Walked:
     import torch
 
     walked = Walked({}, {}, {})
+    torchs = _own_attributes()
+    parameters = Kind.PARAMETER  # An enumeration's member is looked up slowly.
     for path, owner in _modules(module):
         walked.modules[path] = owner
         prefix = f"{path}." if path else ""
-        hidden = owner._non_persistent_buffers_set
         for key, parameter in owner._parameters.items():
             if parameter is not None:
-                _add(walked, prefix + key, Held(owner, key, Kind.PARAMETER, parameter))
+                _add(walked, prefix + key, Held(owner, key, parameters, parameter))
         for key, buffer in owner._buffers.items():
             if buffer is not None:
-                kind = Kind.NON_PERSISTENT_BUFFER if key in hidden else Kind.BUFFER
+                kind = Kind.NON_PERSISTENT_BUFFER if key in owner._non_persistent_buffers_set else Kind.BUFFER
                 _add(walked, prefix + key, Held(owner, key, kind, buffer))
-        for key, value in owner.__dict__.items():
-            if type(value) in _SCALARS or key in _OWN:
-                continue  # Nearly all of them, and isinstance asks torch's metaclass each time.
+        attributes = owner.__dict__
+        if attributes.keys() <= torchs:
+            continue  # One comparison takes a tenth of looking at each of a module's twenty.
+        for key, value in attributes.items():
+            if key in torchs or type(value) in _SCALARS:
+                continue  # isinstance asks torch's metaclass each time.
             if isinstance(value, torch.Tensor):
                 _add(walked, prefix + key, Held(owner, key, Kind.ATTRIBUTE, value))
             elif type(value) in _CONTAINERS and value and _holds_tensor(value):
@@ -67,7 +72,14 @@ def walk(module: "nn.Module") -> Walked:
 
 _CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
 _SCALARS = frozenset({type(None), bool, int, float, str})
-_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@functools.cache
+def _own_attributes() -> frozenset[str]:
+    """What every module's `__dict__` has from torch: its mode, its hooks, and where its tensors are looked for."""
+    from torch import nn
+
+    return frozenset(nn.Module().__dict__)
 
 
 def _modules(root: "nn.Module") -> "Iterator[tuple[str, nn.Module]]":
@@ -83,8 +95,10 @@ def _modules(root: "nn.Module") -> "Iterator[tuple[str, nn.Module]]":
             raise ModuleError(
                 path=path, reason=f"it is {ancestors[id(module)] or 'the whole module'}, which contains it"
             )
-        ancestors[id(module)] = path
         yield path, module
+        if not module._modules:
+            continue
+        ancestors[id(module)] = path
         stack.append((path, module, True))
         for name, child in reversed(module._modules.items()):
             if child is not None:
