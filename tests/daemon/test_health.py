@@ -33,6 +33,8 @@ async def test_a_loop_that_computes_is_told_and_that_it_was_its_own_doing() -> N
     await asyncio.sleep(0)
     compute(STALL_S)
     await eventually(lambda: watch.worst_stall_s >= SEEN_S)
+    assert watch.stalls_beyond[0.02] >= 1
+    assert sorted(watch.stalls_beyond.values(), reverse=True) == list(watch.stalls_beyond.values())
     assert 0 < watch.worst_stall_computing_s <= watch.worst_stall_s
     watch.close()
 

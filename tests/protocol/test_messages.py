@@ -159,6 +159,7 @@ FULL: list[Message] = [
             generations=2,
             worst_loop_stall_s=0.01,
             worst_loop_stall_computing_s=0.005,
+            loop_stalls_beyond=((0.02, 3), (0.05, 0)),
         ),
     ),
     LoadResponse(state=STATE_STATUS),

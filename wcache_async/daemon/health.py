@@ -15,6 +15,8 @@ __all__ = ["Footprint", "LoopWatch", "read_footprint"]
 
 INTERVAL_S: Final = 0.01
 """How often the loop is looked at while it is watched: a stall may have been longer by this than it is told."""
+STALL_BOUNDS_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Of the stalls longer than each it is counted how many there were."""
 LINGER_S: Final = 1.0
 """How long the loop is watched past the last thing that it had to do."""
 
@@ -30,6 +32,8 @@ class LoopWatch:
         """The longest that the loop kept a timer waiting."""
         self.worst_stall_computing_s = 0.0
         """Of that, what this thread computed; in the rest it waited for a processor, the GIL or the kernel."""
+        self.stalls_beyond = dict.fromkeys(STALL_BOUNDS_S, 0)
+        """How many stalls were longer than so many seconds."""
         self._busy = busy
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._computed = self._until = 0.0
@@ -63,6 +67,9 @@ class LoopWatch:
         if late > self.worst_stall_s:
             self.worst_stall_s = late
             self.worst_stall_computing_s = min(late, time.thread_time() - self._computed)
+        for bound in STALL_BOUNDS_S:
+            if late > bound:
+                self.stalls_beyond[bound] += 1
         if self._busy():
             self._until = now + LINGER_S
         if now <= self._until:

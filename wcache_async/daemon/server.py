@@ -192,6 +192,7 @@ class Server:
             generations=self.exporter.generations,
             worst_loop_stall_s=self.watch.worst_stall_s,
             worst_loop_stall_computing_s=self.watch.worst_stall_computing_s,
+            loop_stalls_beyond=tuple(self.watch.stalls_beyond.items()),
         )
 
     def _has_work(self) -> bool:

@@ -306,6 +306,8 @@ class Health(Struct, frozen=True, kw_only=True):
     """The longest since the start that the event loop answered nobody."""
     worst_loop_stall_computing_s: Seconds = 0.0
     """Of that, what the loop itself computed; in the rest it waited for a processor or the kernel."""
+    loop_stalls_beyond: tuple[tuple[Seconds, NonNegative], ...] = ()
+    """Of each of some lengths, how many stalls since the start were longer."""
 
 
 class StatusResponse(_Message, frozen=True, kw_only=True, tag="status_response"):
