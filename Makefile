@@ -115,6 +115,13 @@ bench: $(STAMP) ## Measure attaching beside what else there is, and put the tabl
 	@$(BIN)/python benchmarks/attach.py --update-readme
 	$(BIN)/python benchmarks/slow_peers.py
 
+SOAK_SECONDS ?= 600
+SOAK_ARGS ?= --output benchmarks/results/soak.json
+
+.PHONY: soak
+soak: $(STAMP) ## Ten minutes of two hundred clients in trouble (SOAK_SECONDS=60 make soak)
+	@$(BIN)/python benchmarks/soak.py --seconds $(SOAK_SECONDS) $(SOAK_ARGS)
+
 .PHONY: clean
 clean: ## Remove what building and testing leave behind, but not .venv
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*

@@ -153,8 +153,7 @@ def _levels(level: Level) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    seconds = float(os.environ.get("SOAK_SECONDS", "600"))
-    parser.add_argument("--seconds", type=float, default=seconds, help="default: $SOAK_SECONDS, or 600")
+    parser.add_argument("--seconds", type=float, default=600.0, help="default: %(default)g")
     parser.add_argument("--processes", type=int, default=40, help="default: %(default)s")
     parser.add_argument("--connections", type=int, default=200, help="of all processes (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of everything that is drawn (default: the clock)")

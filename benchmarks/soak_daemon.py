@@ -46,7 +46,7 @@ class Level(Struct, frozen=True, kw_only=True):
 @contextmanager
 def daemon(address: str, log: Path, *, realtime: bool) -> Iterator[subprocess.Popen[bytes]]:
     """`wcache serve` as a user runs it, with its log in a file; `realtime`: before every ordinary process."""
-    command = ["chrt", "--rr", "10"] if realtime else []
+    command = ["chrt", "--rr", "30"] if realtime else []
     command += [str(WCACHE), "serve", "--socket", address, "--max-bytes", str(MAX_BYTES), "--drain-timeout", "5"]
     with (
         log.open("wb") as stderr,

@@ -32,7 +32,7 @@ from wcache_async.protocol.messages import (
     encode_message,
 )
 
-__all__ = ["Hostile"]
+__all__ = ["DEEDS", "Hostile"]
 
 _PAUSE_S: Final = 0.35
 """Between two deeds of one peer, on average."""
@@ -77,6 +77,7 @@ _TALK: Final = b"".join(
         start=1,
     )
 )
+DEEDS: Final = ("silence", "junk", "garbled", "half", "descriptors", "deaf", "lies")
 
 
 class Hostile:
@@ -88,16 +89,19 @@ class Hostile:
         self._chance = chance
 
     async def run(self, until: float) -> None:
-        deeds = (self.silence, self.junk, self.garbled, self.half, self.descriptors, self.deaf, self.lies)
+        """One deed after the other until that time on the monotonic clock."""
         while time.monotonic() < until:
-            deed = self._chance.choice(deeds)
-            # It is dropped for it, and may be, in the middle of it.
-            with contextlib.suppress(BlockingIOError, ConnectionError), socket.socket(socket.AF_UNIX) as sock:
-                sock.setblocking(False)
-                sock.connect(self._address)
-                await deed(sock, until)
-                self._done[f"hostile: {deed.__name__}"] += 1
+            await self.do(self._chance.choice(DEEDS), until)
             await asyncio.sleep(self._chance.expovariate(1 / _PAUSE_S))
+
+    async def do(self, deed: str, until: float) -> None:
+        """The method of that name, on a connection of its own."""
+        # It is dropped for it, and may be, in the middle of it.
+        with contextlib.suppress(BlockingIOError, ConnectionError), socket.socket(socket.AF_UNIX) as sock:
+            sock.setblocking(False)
+            sock.connect(self._address)
+            await getattr(self, deed)(sock, until)
+            self._done[f"hostile: {deed}"] += 1
 
     async def _linger(self, most_s: float, until: float) -> None:
         await asyncio.sleep(max(0.0, min(self._chance.random() * most_s, until - time.monotonic())))
