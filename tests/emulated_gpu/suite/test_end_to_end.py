@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tests.conformance.cases import tensor_of
 from tests.emulated_gpu.suite.rig import Emulator, contents, until
 from tests.processes import Forge, Peer
-from wcache_async import Client, Daemon, blocking
-from wcache_async.errors import BackendUnavailable, GenerationChanged, InsufficientMemory, WeightCacheError
+from wcache_async import Client, Daemon, ReconnectPolicy, blocking
+from wcache_async.errors import BackendUnavailable, DaemonLost, GenerationChanged, InsufficientMemory, WeightCacheError
 
 GPU = "GPU-46414b45-4355-4441-0000-000000000000"
 
@@ -117,6 +117,64 @@ def test_an_engine_goes_on_when_the_daemon_is_gone(
             daemon.kill(end)
             assert daemon.exit_status == (-9 if end is signal.SIGKILL else 0)
             assert contents(tensors) == contents(weights())
+
+
+def serve_until(peer: Peer, path: str, checkpoint: str) -> None:
+    """Child: a daemon that holds a state, and then meets the driver's faults that it is told."""
+
+    async def main() -> None:
+        async with Daemon(path, backend="vmm_fd", device="cuda:0", drain_timeout=5) as daemon:
+            await daemon.load(checkpoint, name="m")
+            peer.send("ready")
+            Emulator().fail(await asyncio.to_thread(peer.receive))
+            peer.send("armed")
+            await daemon.serve_forever()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("cuMemCreate:1:kill", "cuMemAddressReserve:1:kill", "cuMemMap:1:kill", "cuMemSetAccess:1:kill"),
+        *("cuMemcpy:1:kill", "cuCtxSynchronize:1:kill", "cuMemExportToShareableHandle:1:kill"),
+    ],
+)
+async def test_a_daemon_killed_at_any_call_of_the_driver_takes_nobody_along(
+    fault: str, checkpoint: Path, short_tmp: Path, forge: Forge
+) -> None:
+    path = str(short_tmp / "w.sock")
+    with forge.start(serve_until, path, str(checkpoint)) as first:
+        assert await asyncio.to_thread(first.receive) == "ready"
+        async with Client(path) as client, Client(path) as other:
+            state = await client.fetch_state("m")
+            tensors = await state.import_tensors()
+            await other.status()
+            first.send(fault)
+            assert await asyncio.to_thread(first.receive) == "armed"
+            waiting = [asyncio.create_task(other.load(checkpoint, "n")), asyncio.create_task(other.claim("n"))]
+            await asyncio.sleep(0)
+            if "Export" in fault:
+                waiting.append(asyncio.create_task(other.fetch_state("m")))
+            for result in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(result, DaemonLost), result
+            assert await asyncio.to_thread(lambda: first.exit_status) == -9
+            await state.lost
+            assert contents(tensors) == contents(weights())
+            assert contents(await state.import_tensors()) == contents(weights())
+            with forge.start(serve_until, path, str(checkpoint)) as second:
+                assert await asyncio.to_thread(second.receive) == "ready"
+                second.send("")
+                await client.reconnect(ReconnectPolicy(deadline=20))
+                again = await client.fetch_state("m")
+                assert contents(await again.import_tensors()) == contents(weights())
+                await state.sleep()
+                with pytest.raises(DaemonLost):
+                    await state.wake()  # Its lease ended with the daemon that gave it.
+                await client.stop()
+                assert await asyncio.to_thread(lambda: second.exit_status) == 0
+            await again.release()
+            await state.release()
 
 
 async def test_a_state_sleeps_and_wakes_with_every_tensor_where_it_was(
