@@ -14,6 +14,7 @@ from tests.cli.commands import Wcache, run_command
 from tests.processes import Peer
 from wcache_async import Daemon
 from wcache_async.cli.app import app
+from wcache_async.sources.safetensors import SafetensorsSource
 
 WCACHE = Path(sys.executable).with_name("wcache")
 
@@ -62,6 +63,35 @@ def test_a_signal_that_comes_as_it_starts_ends_it_in_order(wcache: Wcache, check
     with wcache.start("serve", checkpoint, run=serve_told_to_end_as_it_starts) as serving:
         assert serving.ended() == (0, "")
         assert "SIGTERM: shutting down" in serving.err
+        assert list(serving.socket_path.parent.iterdir()) == []
+
+
+def serve_from_a_dead_file_server(peer: Peer, out: socket.socket, err: socket.socket, argv: list[str]) -> None:
+    """Reading the checkpoint never returns, and nothing can interrupt it."""
+    nothing, _never = os.pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsSource, "read", lambda *_: print("reading", file=sys.stderr) or os.read(nothing, 1))
+        run_command(peer, out, err, argv)
+
+
+def test_a_load_that_hangs_does_not_keep_it_from_ending(wcache: Wcache, checkpoint: Path) -> None:
+    with wcache.start("serve", checkpoint, "--drain-timeout", "0.1", run=serve_from_a_dead_file_server) as serving:
+        serving.told("reading")
+        serving.signal(signal.SIGTERM)
+        assert serving.ended() == (0, "")
+        assert "WARNING not waiting any longer for the load of tiny:0" in serving.err
+        assert list(serving.socket_path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_signal_ends_it_at_once(wcache: Wcache, checkpoint: Path, numbers: tuple[int, int]) -> None:
+    with wcache.start("serve", checkpoint, "--drain-timeout", "1000", run=serve_from_a_dead_file_server) as serving:
+        serving.told("reading")
+        serving.signal(numbers[0])
+        serving.told("draining")
+        assert "is shutting down" in wcache("load", checkpoint, "--name", "other").err
+        serving.signal(numbers[1])
+        assert serving.ended() == (130, "")
         assert list(serving.socket_path.parent.iterdir()) == []
 
 

@@ -38,7 +38,7 @@ EXIT_CODES = {
     ExitCode.REFUSED: "the daemon refused: no such state, name taken, too many clients, ...",
     ExitCode.CANNOT_LOAD: "the checkpoint cannot be loaded, or does not fit into memory",
     ExitCode.FAILED: "anything else: connection lost, no transport that works here, socket in use, ...",
-    ExitCode.INTERRUPTED: "interrupted from the keyboard",
+    ExitCode.INTERRUPTED: "interrupted: by the keyboard, or `serve` by a second signal that cut its shutdown short",
 }
 
 

@@ -124,7 +124,7 @@ def serve(
 
     with progress_display() as display:
         uvloop.run(_serve(daemon, begin_loads, display))
-    return ExitCode.OK
+    return ExitCode.INTERRUPTED if daemon.cut_short else ExitCode.OK
 
 
 def _named(models: Sequence[str], name: str) -> Mapping[str, str]:

@@ -14,10 +14,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.backends.registry import choose_accepted, choose_for_device
@@ -25,6 +24,7 @@ from wcache_async.daemon.budget import plan_eviction
 from wcache_async.daemon.leases import LeaseTable
 from wcache_async.daemon.loading import Export, Load, LoadCancelled, copy_export, run_load
 from wcache_async.daemon.states import Cancel, Discard, Effect, Generation, Phase, StateKey, StateTable, Wake
+from wcache_async.daemon.threads import Threads
 from wcache_async.errors import (
     BackendNotAccepted,
     BackendUnavailable,
@@ -94,7 +94,9 @@ class Exporter:
         self._one_load = asyncio.Lock()
         self._promised: dict[Generation, int] = {}
         self._reader_threads = reader_threads or min(4, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="wcache-export")
+        self._threads = Threads(4, "wcache-export")
+        self._jobs: set[asyncio.Future[Any]] = set()
+        self._hurried = asyncio.Event()
         self.closing = False
 
     @property
@@ -142,7 +144,7 @@ class Exporter:
         generation = load.generation
         try:
             async with self._one_load:
-                loaded = await self._in_thread(partial(run_load, load, backend, self.device, self._reader_threads))
+                loaded = await self.in_thread(partial(run_load, load, backend, self.device, self._reader_threads))
             generation.config = loaded.config | generation.config
             generation.origin = loaded.origin
             generation.digest, generation.tensor_digests = loaded.digests.state, loaded.digests.tensors
@@ -310,7 +312,7 @@ class Exporter:
             return export
         if exports.fixed:
             raise BackendNotAccepted(accepted=list(accepted), exportable=list(exports.made))
-        backend = await self._in_thread(partial(choose_accepted, exports.first.device, accepted))
+        backend = await self.in_thread(partial(choose_accepted, exports.first.device, accepted))
         task = exports.making.get(backend.name)
         if task is None:
             export = exports.find((backend.name,))
@@ -331,7 +333,7 @@ class Exporter:
         started = time.monotonic()
         name = backend.name
         try:
-            export = await self._in_thread(partial(copy_export, exports.first, backend, self._check_open))
+            export = await self.in_thread(partial(copy_export, exports.first, backend, self.check_open))
             exports.made[name] = export
             generation.backends = (*generation.backends, name)
             logger.info(
@@ -357,7 +359,8 @@ class Exporter:
             del exports.making[name]
             await self.perform(self.table.lease_ended(generation))
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises Draining once nothing more is loaded, made or adopted.  Callable from threads."""
         if self.closing:
             raise Draining
 
@@ -391,7 +394,7 @@ class Exporter:
                 case Cancel(generation):
                     self._loads[generation].cancelled = True
                 case Discard(generation):
-                    await self._in_thread(self._exports.pop(generation).close)
+                    await self.in_thread(self._exports.pop(generation).close)
 
     def stop_loading(self) -> None:
         """Load nothing more; whoever waits for a load is told Draining."""
@@ -401,16 +404,49 @@ class Exporter:
         for key in list(self._waiters):
             self.wake(key)
 
-    async def close(self) -> None:
-        """Give up every state; holders keep their memory."""
+    async def settle(self, timeout: float | None = None) -> None:
+        """Let what is under way, after `stop_loading`, end within `timeout` seconds (None: whenever it does).
+
+        What has not ended then is left to its threads, which nothing waits for any more: a read may hang in
+        a file server.
+        """
+        await self._unless_hurried(self._tasks_ended(), timeout)
+
+    async def close(self, timeout: float | None = None) -> None:
+        """Give up every state, and all that `settle` would; holders keep their memory."""
         self.stop_loading()
+        await self._unless_hurried(self._free(), timeout)
+        self._threads.shutdown()
+
+    async def _unless_hurried(self, ends: Coroutine[None, None, None], timeout: float | None) -> None:
+        ending = asyncio.create_task(ends)
+        hurried = asyncio.create_task(self._hurried.wait())
+        await asyncio.wait({ending, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if ending.done():
+            return
+        unfinished = ", ".join(str(load.generation.key) for load in self._loads.values())
+        if unfinished:
+            logger.warning("not waiting any longer for the load of %s", unfinished)
+        self._hurried.set()
+        for job in list(self._jobs):
+            job.cancel()
+        ending.cancel()
+        await asyncio.wait({ending, *self._tasks})
+
+    async def _tasks_ended(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def _free(self) -> None:
+        await self._tasks_ended()
         held = list(self._exports.values())
         self._exports.clear()
-        for exports in held:
-            await self._in_thread(exports.close)
-        self._threads.shutdown(wait=False)
+        await asyncio.gather(*(self.in_thread(exports.close) for exports in held))
+
+    def hurry(self) -> None:
+        """Have `close` wait for nothing any more."""
+        self._hurried.set()
 
     async def wait(self, key: StateKey, timeout: float | None) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -434,6 +470,12 @@ class Exporter:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` returns, done in a thread that `close` waits for, for as long as it waits at all."""
+        job = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if self._hurried.is_set():
+            job.cancel()  # Nobody waits; the work is done all the same.
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
         # Shielded: a thread cannot be cancelled, and what it made must not be lost with the waiter.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._threads, work))
+        return await asyncio.shield(job)

@@ -58,6 +58,8 @@ class Daemon:
         self.instance = secrets.token_hex(8)
         """A nonce that differs at every start."""
         self.drain_timeout = drain_timeout
+        self.cut_short = False
+        """Whether a second signal ended it without waiting."""
         self._limits = limits or ServerLimits()
         self._backend = backend
         self._device = device
@@ -66,7 +68,7 @@ class Daemon:
         self._lock: SocketLock | None = None
         self._listener: Listener | None = None
         self._server: Server | None = None
-        self._draining: Server | None = None
+        self._draining: tuple[Server, Exporter] | None = None
         self._exporter: Exporter | None = None
         self._signals: list[signal.Signals] = []
 
@@ -187,37 +189,51 @@ class Daemon:
         await server.stop_requested.wait()
 
     async def close(self) -> None:
-        """Drain, free every state and remove the socket; clients keep the memory they attached."""
+        """Drain, free every state and remove the socket; clients keep the memory they attached.
+
+        Takes no longer than `drain_timeout`: requests that run are let end, new ones get Draining, loads
+        are cancelled, and what does not end by then is waited for no more (Exporter.close).
+        """
         server, exporter, listener, lock = self._server, self._exporter, self._listener, self._lock
         if server is None or exporter is None or listener is None or lock is None:
             return
         self._server = self._exporter = self._listener = self._lock = None
-        self._draining = server
+        self._draining = server, exporter
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.drain_timeout
         logger.info("draining; clients connected: %d", server.clients)
-        # The socket goes first: who connects from now on is told at once that nobody is here.
-        listener.close()
         exporter.stop_loading()
         try:
+            # Who connects meanwhile is told that the daemon is going, and not that there is none.
             await server.drain(self.drain_timeout)
-            await exporter.close()
+            await exporter.settle(max(deadline - loop.time(), 0.0))
+            listener.close()
+            await server.hang_up()
+            await exporter.close(max(deadline - loop.time(), 0.0))
         finally:
             self._draining = None
+            listener.close()
             lock.release()
-            loop = asyncio.get_running_loop()
             for number in self._signals:
                 loop.remove_signal_handler(number)
             self._signals.clear()
         logger.info("stopped")
 
     def _on_signal(self, number: signal.Signals) -> None:
-        server = self._server or self._draining
-        if server is None or server.stop_requested.is_set():
-            self.drain_timeout = 0.0
-            if server is not None:
-                server.hurry()
-        else:
+        if self._server is not None and not self._server.stop_requested.is_set():
             logger.info("%s: shutting down", number.name)
-            server.stop_requested.set()
+            self._server.stop_requested.set()
+            return
+        logger.warning("%s again: not waiting for what is still running", number.name)
+        self.drain_timeout = 0.0
+        self.cut_short = True
+        if self._draining is not None:
+            server, exporter = self._draining
+            server.hurry()
+            exporter.hurry()
+        # Where even that does not end it, the next one does.
+        asyncio.get_running_loop().remove_signal_handler(number)
+        self._signals.remove(number)
 
     def _running(self) -> tuple[Server, Exporter]:
         if self._server is None or self._exporter is None:

@@ -6,7 +6,7 @@ The storages of a state are read by several threads, each taking the next one.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -14,6 +14,7 @@ from wcache_async.backends.base import ResponseSender, StateWriter, WeightCacheT
 from wcache_async.backends.carried import pack_manifest
 from wcache_async.backends.memfd import read_memfd
 from wcache_async.daemon.states import Generation
+from wcache_async.daemon.threads import Threads
 from wcache_async.errors import SourceError, WeightCacheError
 from wcache_async.identity.digests import StateDigester, StateDigests
 from wcache_async.identity.files import origin_of
@@ -121,6 +122,7 @@ def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, thre
     """
     path = load.generation.source
     try:
+        load.advance(0)
         with load.open_source() as source:
             spec = source.open()
             load.generation.bytes_total = spec.nbytes
@@ -138,6 +140,9 @@ def run_load(load: Load, backend: WeightCacheTransportBackend, device: str, thre
             config = source.config()
             origin = origin_of(source.files())
             export = Export.of(backend, manifest)
+            if load.cancelled:  # Whoever would take it may have stopped waiting.
+                export.close()
+                raise LoadCancelled
     except (WeightCacheError, LoadCancelled):
         backend.close()
         raise
@@ -165,6 +170,7 @@ def copy_export(export: Export, backend: WeightCacheTransportBackend, check: Cal
                 check()
                 with writer.storage(number) as into:
                     export.backend.read_arena(arena, offset, into)
+            check()
             manifest = writer.finish()
         finally:
             writer.abort()
@@ -174,11 +180,14 @@ def copy_export(export: Export, backend: WeightCacheTransportBackend, check: Cal
         raise
 
 
-def digest_export(export: Export, manifest: StateManifest, *, threads: int) -> StateDigests:
+def digest_export(
+    export: Export, manifest: StateManifest, *, threads: int, check: Callable[[], None] = lambda: None
+) -> StateDigests:
     """The digests of what somebody else has written.  Blocks.
 
     Each thread takes 8 MiB, or as much as the storage that it reads where a tensor is scattered over
-    it.  Raises BackendUnavailable from a backend that cannot look into its own arenas.
+    it.  `check` is called before each piece, and ends it all by raising.  Raises BackendUnavailable
+    from a backend that cannot look into its own arenas.
     """
     spec, starts = spec_of(manifest)
     digester = StateDigester(spec)
@@ -190,6 +199,7 @@ def digest_export(export: Export, manifest: StateManifest, *, threads: int) -> S
         step = nbytes if taken.needs_whole else min(nbytes, _CHUNK_NBYTES)
         with memoryview(bytearray(step)) as buffer:
             for start in range(0, nbytes, step or 1):
+                check()
                 with buffer[: min(step, nbytes - start)] as piece:
                     export.backend.read_arena(arena, offset + start, piece)
                     taken.feed(piece)
@@ -233,6 +243,9 @@ def _for_every_storage(count: int, threads: int, work: Callable[[int], None]) ->
                 raise
 
     threads = min(threads, count) or 1
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="wcache-read") as pool:
-        for future in [pool.submit(worker) for _ in range(threads)]:
-            future.result()
+    pool = Threads(threads, "wcache-read")
+    futures = [pool.submit(worker) for _ in range(threads)]
+    pool.shutdown()
+    wait(futures)  # All of them, also where one has failed: they write into memory that is given back then.
+    for future in futures:
+        future.result()

@@ -5,11 +5,12 @@ Exactly one connection builds a state at a time.  When it ends without having pu
 next client that claims the state builds it; where none does, the state is withdrawn.
 """
 
-import asyncio
 import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from wcache_async.backends.base import WeightCacheTransportBackend
 from wcache_async.backends.carried import CarriedFds, receive_manifest
@@ -148,7 +149,7 @@ class Publishing:
         try:
             export, manifest = await self._receive(request, carried)
             try:
-                digests = await asyncio.to_thread(_digests, export, manifest)
+                digests = await self._exporter.in_thread(partial(_digests, export, manifest, self._exporter.check_open))
                 await self._exporter.admit(generation, manifest.tensor_bytes)
                 self._check_still_wanted(generation)
             except BaseException:
@@ -194,12 +195,12 @@ class Publishing:
             raise StateUnloaded(name=generation.key.name, rank=generation.key.rank)
 
     async def _receive(self, request: Publish, carried: CarriedFds) -> tuple[Export, StateManifest]:
-        backend = await asyncio.to_thread(self._backend_for, request.transport_backend)
+        backend = await self._exporter.in_thread(partial(self._backend_for, request.transport_backend))
         try:
             manifest = await receive_manifest(request.manifest, request.manifest_nbytes, carried)
             await backend.adopt(carried, request.payload, manifest)
             carried.finish()
-            return await asyncio.to_thread(Export.of, backend, manifest), manifest
+            return await self._exporter.in_thread(partial(Export.of, backend, manifest)), manifest
         except BaseException:
             backend.close()
             raise
@@ -211,9 +212,9 @@ class Publishing:
         return get_transport_backend_class(name)()
 
 
-def _digests(export: Export, manifest: StateManifest) -> StateDigests:
+def _digests(export: Export, manifest: StateManifest, check: Callable[[], None]) -> StateDigests:
     try:
-        return digest_export(export, manifest, threads=min(4, os.cpu_count() or 1))
+        return digest_export(export, manifest, threads=min(4, os.cpu_count() or 1), check=check)
     except BackendUnavailable as error:
         logger.warning("a published state has no digest: %s", error)
         return StateDigests(state="", tensors=b"")

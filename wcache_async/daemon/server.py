@@ -112,6 +112,7 @@ class Server:
         self.instance = instance
         self.limits = limits
         self.draining = False
+        self.ended = False
         self.stop_requested = asyncio.Event()
         self._started = time.monotonic()
         self._sessions: dict[int, asyncio.Task[None]] = {}
@@ -131,6 +132,8 @@ class Server:
             check_peer(peer)
         except PeerNotAllowed as error:
             return refuse(sock, error)
+        if self.ended:
+            return refuse(sock, Draining())
         if self.clients >= self.limits.max_clients:
             return refuse(sock, TooManyClients(limit=self.limits.max_clients))
         self._last += 1
@@ -213,19 +216,24 @@ class Server:
         self._idle.set()
 
     async def drain(self, timeout: float) -> None:
-        """Take no new requests, let running ones end within `timeout` seconds, then hang up on everyone."""
+        """Take no new requests, and let running ones end within `timeout` seconds."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
         except TimeoutError:
             logger.warning("%d requests were still running when the drain timeout ended", self._busy)
+
+    async def hang_up(self) -> None:
+        """End every connection; who has connected by now and was not served yet is told Draining."""
+        self.ended = True
         tasks = list(self._sessions.values())
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
         self.watch.close()
+        self.files.close()
 
 
 @dataclass(slots=True)
@@ -474,7 +482,8 @@ class Session:
         if not request.name:
             raise InvalidRequest(field="name", reason="it is empty")
         if request.backend != "auto":
-            await asyncio.to_thread(choose_for_device, self.exporter.device, request.backend)  # It may have to import.
+            # It may have to import.
+            await self.exporter.in_thread(partial(choose_for_device, self.exporter.device, request.backend))
         generation = self.exporter.begin_load(
             StateKey(request.name, request.rank),
             path=request.path,

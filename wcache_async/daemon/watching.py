@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 
 from wcache_async.daemon.states import Generation, StateTable
+from wcache_async.daemon.threads import Threads
 from wcache_async.identity.files import changed_files
 
 __all__ = ["FileWatch"]
@@ -18,6 +19,7 @@ class FileWatch:
     def __init__(self, table: StateTable) -> None:
         self._table = table
         self._looking: asyncio.Future[list[Generation]] | None = None
+        self._threads = Threads(1, "wcache-look")
 
     async def look(self) -> None:
         """Look now, or wait for the look under way; for no longer than LOOK_TIMEOUT_S."""
@@ -27,9 +29,15 @@ class FileWatch:
             if not known:
                 return
             loop = asyncio.get_running_loop()
-            looking = self._looking = loop.run_in_executor(None, partial(_stale, known))
+            looking = self._looking = loop.run_in_executor(self._threads, partial(_stale, known))
             looking.add_done_callback(partial(self._told, known))
         await asyncio.wait((looking,), timeout=LOOK_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Look no more; a look under way is not waited for."""
+        if self._looking is not None:
+            self._looking.cancel()
+        self._threads.shutdown()
 
     def _told(self, known: list[Generation], looking: "asyncio.Future[list[Generation]]") -> None:
         self._looking = None
