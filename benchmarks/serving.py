@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-__all__ = ["ENVIRONMENT", "STATE_NAME", "script", "serving", "wcache_serve"]
+__all__ = ["ENVIRONMENT", "STATE_NAME", "script", "serving", "serving_pid", "wcache_serve"]
 
 STATE_NAME = "benchmark"
 """What a daemon under measurement serves its state as."""
@@ -24,9 +24,21 @@ def serving(*commands: Sequence[str]) -> Iterator[None]:
     with ExitStack() as stack:
         processes = [stack.enter_context(_running(command)) for command in commands]
         for command, process in zip(commands, processes, strict=True):
-            if process.stdout is None or not process.stdout.readline().startswith("ready"):
-                raise RuntimeError(f"{' '.join(command)} ended with {process.wait()} before it was ready")
+            _await_ready(command, process)
         yield
+
+
+@contextmanager
+def serving_pid(command: Sequence[str]) -> Iterator[int]:
+    """The same for one command, whose process id this gives."""
+    with _running(command) as process:
+        _await_ready(command, process)
+        yield process.pid
+
+
+def _await_ready(command: Sequence[str], process: subprocess.Popen[str]) -> None:
+    if process.stdout is None or not process.stdout.readline().startswith("ready"):
+        raise RuntimeError(f"{' '.join(command)} ended with {process.wait()} before it was ready")
 
 
 @contextmanager

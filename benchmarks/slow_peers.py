@@ -1,8 +1,8 @@
 """Measures what peers that never speak, or read one byte a second, cost those who attach.
 
 Eight client processes, made beforehand, attach over and over at the same time: connect, fetch,
-import, release, hang up.  They do so in turns beside nobody, and beside 16 peers that are silent
-after connecting (connecting anew when dropped) and 4 that ask for the state again and again and
+import, release, hang up.  They do so in turns beside nobody, and beside 64 peers that are silent
+after connecting (connecting anew when dropped) and 16 that ask for the state again and again and
 read one byte of the answers a second.  Prints the latencies, and writes them as JSON.
 """
 
@@ -153,8 +153,8 @@ def table(report: Report) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--silent", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--trickling", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--silent", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--trickling", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--tensors", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--mebibytes", type=int, default=64, help="size of the state (default: %(default)s)")
     parser.add_argument("--attaches", type=int, default=50, help="a round and client (default: %(default)s)")
